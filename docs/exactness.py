@@ -131,6 +131,12 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, CLASSES))
 
 
+def deep_network() -> nn.Module:
+    """With more parameters than a loss usually has terms."""
+    hidden = [nn.Linear(12, 12) for _ in range(20)]
+    return nn.Sequential(nn.Linear(WIDTH, 12), *hidden, nn.Linear(12, CLASSES))
+
+
 def with_norm(*, frozen: bool) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(WIDTH, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, CLASSES)
@@ -267,18 +273,18 @@ def spectral() -> nn.Module:
     return nn.Sequential(first, nn.GELU(), nn.Linear(12, CLASSES))
 
 
-def tokens() -> Batch:
+def tokens(length: int = TOKENS) -> Batch:
     """Rows of tokens, some of which are padding."""
     torch.manual_seed(1)
-    labels = torch.randint(0, CLASSES, (ROWS, TOKENS))
-    lengths = torch.randint(1, TOKENS + 1, (ROWS,))
-    mask = torch.arange(TOKENS) < lengths[:, None]
+    labels = torch.randint(0, CLASSES, (ROWS, length))
+    lengths = torch.randint(1, length + 1, (ROWS,))
+    mask = torch.arange(length) < lengths[:, None]
     return {
-        "x": torch.randn(ROWS, TOKENS, WIDTH).double(),
+        "x": torch.randn(ROWS, length, WIDTH).double(),
         "labels": labels.masked_fill(~mask, -100),
         "full": labels,
         "mask": mask.double(),
-        "target": torch.randn(ROWS, TOKENS, CLASSES).double(),
+        "target": torch.randn(ROWS, length, CLASSES).double(),
         "weight": torch.rand(ROWS).double() + 0.1,
         "lengths": lengths,
     }
@@ -363,6 +369,15 @@ def row_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 def by_token(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["full"], reduction="none")
+
+
+def by_token_in_a_loop(model: nn.Module, batch: Batch) -> Tensor:
+    logits, labels = model(batch["x"]), batch["labels"]
+    losses = [
+        F.cross_entropy(logits[:, place], labels[:, place], reduction="sum")
+        for place in range(labels.shape[1])
+    ]
+    return sum(losses, torch.zeros(())) / (labels >= 0).sum()
 
 
 def focal(model: nn.Module, batch: Batch) -> Tensor:
@@ -602,6 +617,21 @@ KINDS = (
     Kind(
         "a penalty on the parameters",
         lambda m, b: token_loss(m, b) + 1e-2 * sum(p.square().sum() for p in m.parameters()),
+    ),
+    Kind(
+        "a penalty on each of many parameters",
+        lambda m, b: token_loss(m, b) + 1e-2 * sum(p.square().sum() for p in m.parameters()),
+        model=deep_network,
+    ),
+    Kind(
+        "a penalty on the norm of each of many parameters",
+        lambda m, b: token_loss(m, b) + 1e-2 * sum(p.norm() for p in m.parameters()),
+        model=deep_network,
+    ),
+    Kind(
+        "a loop over many tokens, by all that have a label",
+        by_token_in_a_loop,
+        batch=lambda: tokens(length=40),
     ),
     Kind("a penalty on the input's gradient", penalised, batch=rows),
     Kind("distillation: cross-entropy and divergence", distilled, batch=rows),

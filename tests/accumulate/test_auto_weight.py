@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -94,3 +94,45 @@ def test_other_words_and_sums_are_refused() -> None:
         acc.backward(model(x).mean(), weight="rows")
     with pytest.raises(gf.MisuseError, match="reduction='sum'"):
         acc.backward(model(x).sum(), weight="auto", reduction="sum")
+
+
+def _mean_of_rows(scores: Iterable[Tensor], targets: Tensor) -> Tensor:
+    rows = zip(scores, targets, strict=True)
+    return torch.stack([F.cross_entropy(row.flatten(), target) for row, target in rows]).mean()
+
+
+LOOPS: dict[str, Callable[[torch.nn.Module, Tensor, Tensor], Tensor]] = {
+    "rows of one result": lambda model, x, y: _mean_of_rows(model(x), y),
+    "rows run one by one": lambda model, x, y: _mean_of_rows(map(model, x), y),
+    "rows picked": lambda model, x, y: _mean_of_rows((model(x)[[i]] for i in range(len(y))), y),
+    "two halves": lambda model, x, y: torch.stack([*map(torch.mean, model(x).chunk(2))]).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_means_of_other_rows_each_are_refused_before_anything_is_added(kind: str) -> None:
+    model, x, targets = task()
+    targets = targets.clamp(min=0)
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    with pytest.raises(gf.MisuseError, match=r"in a loop over rows\. Pass weight="):
+        acc.backward(LOOPS[kind](model, x[:4], targets[:4]), weight="auto")
+    assert model.weight.grad is None
+    assert acc.current_step == 0
+
+
+def test_two_ends_of_a_span_are_over_the_same_rows() -> None:
+    """As the question answering heads of transformers have it: one projection, two tasks."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2, dtype=torch.float64)
+    x, starts, ends = torch.randn(ROWS, 6, 4).double(), *torch.randint(0, 6, (2, ROWS))
+
+    def loss_of(rows: slice) -> Tensor:
+        start, end = (part.squeeze(-1) for part in model(x[rows]).split(1, dim=-1))
+        return (F.cross_entropy(start, starts[rows]) + F.cross_entropy(end, ends[rows])) / 2
+
+    (expected,) = torch.autograd.grad(loss_of(slice(None)), model.weight)
+    acc = gf.GradientAccumulator(steps=len(CUTS), parameters=model.parameters())
+    for start, end in CUTS:
+        acc.backward(loss_of(slice(start, end)), weight="auto")
+        acc.step()
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.denominator import Denominator, read_denominator
 
 ROWS, CLASSES = 6, 5
@@ -197,7 +198,6 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by what is trained": lambda x: x.sum() / x.square().sum(),
     "a product of losses": lambda x: x.mean() * x.square().mean(),
     "a variance": lambda x: x.var(),
-    "a sum over rows in Python": lambda x: sum(row.mean() for row in x.repeat(10, 1)) / 60,  # type: ignore[return-value]
     "a leaf": lambda x: torch.ones((), requires_grad=True),
 }
 
@@ -238,3 +238,33 @@ def test_no_more_than_the_scalars_behind_the_reduction_are_visited(
         x = x * 1.01
     read_denominator(0.5 * F.cross_entropy(x, TARGETS))
     assert visited == ["MulBackward0", "NllLossBackward0"]
+
+
+def test_a_term_for_each_of_many_parameters_is_read_and_named_once() -> None:
+    parameters = [torch.ones(3, requires_grad=True) for _ in range(200)]
+    loss = F.cross_entropy(scores(), TARGETS) + 0.01 * sum(p.square().sum() for p in parameters)
+    read = read_denominator(loss)
+    assert read is not None
+    assert len(read.terms) == 201
+    assert str(read) == "nll_loss over 5 + 200 × sum"
+
+
+def test_a_sum_over_rows_in_python_has_a_term_for_each_row() -> None:
+    loss = sum(row.mean() for row in scores().repeat(10, 1)) / 60
+    assert isinstance(loss, Tensor)
+    assert divisors(loss) == [300] * 60
+
+
+def test_terms_that_differ_are_named_up_to_a_few() -> None:
+    loss = sum(torch.ones(n, requires_grad=True).mean() for n in range(2, 12))
+    assert isinstance(loss, Tensor)
+    names = "mean over 2 + mean over 3 + mean over 4 + mean over 5 + mean over 6 + mean over 7"
+    assert str(read_denominator(loss)) == f"{names} + 4 more"
+
+
+def test_unknown_terms_are_named_however_many_others_there_are() -> None:
+    known = sum(torch.ones(n, requires_grad=True).mean() for n in range(2, 12))
+    norms = sum(torch.ones(3, requires_grad=True).norm() for _ in range(40))
+    read = str(read_denominator(known + norms))
+    assert read.endswith(" + 40 × LinalgVectorNormBackward0")
+    assert Additivity("divisor", read=read).unread == ("LinalgVectorNormBackward0",)

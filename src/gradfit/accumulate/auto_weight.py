@@ -11,6 +11,7 @@ import torch
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.arguments import Number
 from gradfit.batches.denominator import Denominator, Term, read_denominator
+from gradfit.batches.same_items import are_over_same_items
 from gradfit.errors import MisuseError
 
 
@@ -18,8 +19,8 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
     """What the loss was divided by; the one number that all its terms agree on.
 
     Raises:
-        MisuseError: it is a sum, its terms were divided by different numbers, or what it was
-            divided by is unknown.
+        MisuseError: it is a sum, its terms were divided by different numbers or may be of one part
+            of the rows each, or what it was divided by is unknown.
     """
     _require_mean(weight, reduction)
     denominator = read_denominator(check_loss(loss))
@@ -61,6 +62,12 @@ def _only_count(denominator: Denominator) -> Number:
         raise MisuseError(
             f"weight='auto' found several denominators in one loss: {denominator}. Pass each by"
             " itself, terms={'name': (loss_sum, count), …}, or one weight= for all."
+        )
+    if len(counts) > 1 and not are_over_same_items([term.node for term in denominator.terms]):
+        raise MisuseError(
+            f"weight='auto' found {len(counts)} means in one loss ({denominator}) that may be of"
+            " other rows each, as in a loop over rows. Pass weight= the number of items that the"
+            " loss is the mean of, or terms={'name': (loss_sum, count), …}."
         )
     return read_weight(counts[0])
 

@@ -60,7 +60,8 @@ class Additivity:
         """The terms of the loss, by autograd's names, of which nobody knows what they were divided
         by; they are weighted as the others are.
         """
-        return tuple(term for term in self.read.split(" + ") if _is_node(term))
+        names = (term.split(" × ")[-1] for term in self.read.split(" + "))
+        return tuple(name for name in names if _is_node(name))
 
     @property
     def adds_up(self) -> bool:

@@ -16,7 +16,8 @@ to 2.15 have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from gradfit.batches.scalars import Floor, ScalarReader
 Number = int | float | Tensor  # a tensor of one element, wherever it lives
 
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
-# a loss of more is a sum over rows written in Python: its terms are rows, not losses
-_MOST_TERMS = 32
+# A penalty on every parameter is a term for each of them; a loss of more terms than this is a sum
+# over items written in Python.
+_MOST_TERMS = 10_000
+_MOST_NAMED = 6  # terms that differ, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,15 @@ class Denominator(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return " + ".join([*map(str, self.terms), *self.unknown]) or "0 times something"
+        known = _counted(map(str, self.terms))
+        more = len(known) - _MOST_NAMED
+        named = [*known[:_MOST_NAMED], f"{more} more"] if more > 0 else known
+        return " + ".join([*named, *_counted(self.unknown)]) or "0 times something"
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    """Each name once, with how often it is there."""
+    return [f"{times} × {name}" if times > 1 else name for name, times in Counter(names).items()]
 
 
 def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denominator | None:
