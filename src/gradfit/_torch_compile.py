@@ -19,6 +19,7 @@ inductor) run as they were written, as all do under somebody's dispatch mode.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
@@ -366,6 +367,7 @@ def is_compiled(model: torch.nn.Module, loss_fn: Any = None) -> bool:
     )
 
 
+@functools.cache
 def _dynamo() -> Any:
     # takes a second, which the first optimizer has spent before
     import torch._dynamo.eval_frame as dynamo

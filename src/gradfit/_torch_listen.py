@@ -94,7 +94,10 @@ class _ThreadListeners(threading.local):
 
 
 _thread = _ThreadListeners()
-_IN_ENGINE = "gradfit.listeners"  # what torch hands over to the autograd engine's threads, by name
+# What torch hands over to the autograd engine's threads, by name. What was stashed once stays in
+# its thread, and torch copies it for each node of a graph: one name, short enough for a string that
+# needs no memory of its own, and not before somebody listens there.
+_IN_ENGINE = "gradfit.ears"
 
 
 class DispatchMode(TorchDispatchMode):
@@ -279,17 +282,18 @@ def _tell_engine() -> None:
 
 
 def _stash(name: str, content: object) -> None:
-    if _STASHING_TAKES:
+    if _stashing_takes(name):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(content))
     torch._C._stash_obj_in_tls(name, content)
 
 
-def _stashing_takes() -> bool:
+@functools.cache
+def _stashing_takes(name: str) -> bool:
     """Whether torch gives back a reference, at the end, that it has not taken, so that the object
     is freed while others have it: torch 2.10 does, 2.13 does not (`_stash_obj_in_tls` in
     torch/csrc/Module.cpp; https://github.com/pytorch/pytorch/pull/180295 works around the same).
     """
-    probe, name = object(), "gradfit.probe"
+    probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(name, probe)
     takes = sys.getrefcount(probe) == before
@@ -297,9 +301,6 @@ def _stashing_takes() -> bool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
     torch._C._stash_obj_in_tls(name, None)
     return takes
-
-
-_STASHING_TAKES = _stashing_takes()
 
 
 def listening(

@@ -384,3 +384,10 @@ def test_hooks_that_are_left_later_than_the_scope_they_were_entered_in_stay() ->
     assert top[0] is theirs.pack_hook
     theirs.__exit__(None, None, None)
     assert not left_over()
+
+
+def test_nothing_is_stashed_where_nobody_listens_in_the_engine() -> None:
+    """torch copies what is stashed for each node of a graph, in every program that imports us."""
+    with gf.CheckpointScope("s"):
+        torch.ones(2, requires_grad=True).exp().sum()
+    assert not torch._C._is_key_in_tls("gradfit.probe")

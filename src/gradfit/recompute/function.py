@@ -73,10 +73,11 @@ def checkpoint(
     _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
     read_choice(determinism_check, "determinism_check", ("default", "none"))
     scope = CheckpointScope(getattr(function, "__name__", type(function).__name__), keep=keep)
-    around: Any = contextlib.nullcontext()
-    if context_fn is not None:
-        read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
-        around = _put_contexts_around(scope, *_contexts(context_fn))
+    if context_fn is None:
+        with scope:
+            return function(*args, **kwargs)
+    read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
+    around = _put_contexts_around(scope, *_contexts(context_fn))
     with scope, _Around(around):
         return function(*args, **kwargs)
 
@@ -294,7 +295,8 @@ def _check_switches(use_reentrant: Any, preserve_rng_state: Any, **others: Any) 
     """Torch's arguments, which change nothing here, must still be what torch takes."""
     if use_reentrant is not None:
         read_flag(use_reentrant, "use_reentrant")
-    for name, value in {"preserve_rng_state": preserve_rng_state, **others}.items():
+    others["preserve_rng_state"] = preserve_rng_state
+    for name, value in others.items():
         if value is not True and value is not False:
             read_flag(value, name)
 

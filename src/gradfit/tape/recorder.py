@@ -79,6 +79,10 @@ _entered = _EnteredRecorders()
 
 def _leave(table: StorageTable) -> None:
     """A recording ends; one around it may go on, and takes care of what this one reads from."""
+    entered = _entered.tables
+    if len(entered) == 1 and entered[0]() is table:  # as mostly: there is none around it
+        entered.clear()
+        return
     outer = [one for one in _tables_alive() if one is not table]
     _entered.tables = [weakref.ref(one) for one in outer]
     if outer:
@@ -161,7 +165,9 @@ class Recorder:
             self._units = watch_units(self.keep, self.table.parameters.refilled)
             process_settings.recording_begins(self)
             _entered.tables.append(weakref.ref(self.table))
-            session = session_of(self) if _is_reference(type(self)) else None
+            session = session_of(self)
+            if session is not None and not _is_reference(type(self)):
+                session = None
             listener = listening(self._observe, view_names, self.table.forget, session=session)
             listener.__enter__()
             self._listening = listener

@@ -263,8 +263,10 @@ class SavedTensors:
         self, value: TapeValue, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
     ) -> None:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
-        if forward_tensor is tensor:
-            value.tensor = detached(tensor)
+        if forward_tensor is not None and (
+            forward_tensor is tensor or tensor._base is forward_tensor
+        ):  # one counts the writes to both
+            value.tensor = detached(forward_tensor)
         elif tensor.dtype is value.geometry[3]:
             # Through what is saved: a result of `unsafe_split`, as an RNN's gates are, counts its
             # writes for itself.
