@@ -9,8 +9,9 @@ import logging
 import operator
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as _pytree
@@ -402,6 +403,39 @@ def is_torchs_own_step(optimizer: Any, own_hooks: tuple[str, ...]) -> bool:
         for hook in kind.values()
     ]
     return of_torch and noted and all(_name_of_function(hook) in own_hooks for hook in hooks)
+
+
+# Those whose step treats each parameter by itself, with options that are its group's, as read in
+# torch/optim of 2.10 to 2.15. Not LBFGS, which has one state for all.
+_EACH_ALONE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", "RMSprop",
+    "Rprop", "Adafactor", "Muon",
+)  # fmt: skip
+
+
+def steps_each_parameter_alone(optimizer: Any) -> bool:
+    """Whether a step is one of torch's own that does to each parameter what it would do to it
+    alone; hooks do not matter.
+    """
+    replaced = vars(optimizer).get("step")
+    noted = replaced is None or getattr(replaced, "_wrapped_by_lr_sched", False)
+    own = [getattr(torch.optim, name) for name in _EACH_ALONE if hasattr(torch.optim, name)]
+    return noted and type(optimizer) in own
+
+
+def add_innermost_hooks(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[..., None],
+    after: Callable[..., None],
+) -> list[Any]:
+    """Hooks of a step that run after all others before it, and before all others after it; gives
+    the handles that remove them.
+    """
+    first = optimizer.register_step_pre_hook(before)
+    last = optimizer.register_step_post_hook(after)
+    hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+    hooks.move_to_end(last.id, last=False)
+    return [first, last]
 
 
 def _name_of_function(hook: Any) -> str:

@@ -836,6 +836,16 @@ for _method in ("forward_seconds", "backward_seconds", "plain_seconds", "saved_b
         return Good(getattr(a_profile(), method), {"batch_size": 4}, {"batch_size": is_count})
 
 
+@good("Profile.update_bytes")
+def _() -> Good:
+    return Good(a_profile().update_bytes, {"rows": 4}, {"rows": is_count})
+
+
+@good("Profile.updating")
+def _() -> Good:
+    return Good(a_profile().updating, {"groups": ()}, {"groups": is_equal_to(())})
+
+
 for _record in (
     "AuditReport",
     "AutogradGraph",

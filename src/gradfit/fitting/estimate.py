@@ -17,7 +17,7 @@ from gradfit.arguments import check_arguments
 from gradfit.batches.runner import LossFunction, count_rows
 from gradfit.errors import BudgetInfeasible, UnsupportedOp
 from gradfit.machines import find_machine
-from gradfit.planning.api import plain_plan, plan
+from gradfit.planning.api import plain_plan, plan, updates_within
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, Simulation, simulate
 from gradfit.profiling.measure import profile as make_profile
@@ -274,11 +274,15 @@ def _plain_lever(profile: Profile, rows: int, memory: int) -> Lever:
 
 
 def _lever(name: str, profile: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
-    try:
-        within = plan(profile, memory=memory, batch_size=batch_size)
-    except BudgetInfeasible as smallest:
-        return Lever(name, smallest.min_bytes, None, False, how)
-    return Lever(name, within.peak_bytes, within.step_seconds, True, how)
+    # as `fit` would, with the update in groups where nothing else is enough
+    for updating in updates_within(profile, memory, batch_size or profile.batch_size):
+        try:
+            within = plan(updating, memory=memory, batch_size=batch_size)
+        except BudgetInfeasible as smallest:
+            least = smallest.min_bytes
+        else:
+            return Lever(name, within.peak_bytes, within.step_seconds, True, how)
+    return Lever(name, least, None, False, how)
 
 
 def _optimizer_levers(
@@ -291,7 +295,36 @@ def _optimizer_levers(
     profile: Profile,
     target: int,
 ) -> list[Lever]:
-    """One parameter after the other instead of all at once: fewer temporaries, more launches."""
+    """Some parameters after the others instead of all at once: fewer temporaries, more launches."""
+    return [
+        *_grouped_levers(profile, target),
+        *_one_by_one_levers(model, loss_fn, batch, optimizer, machine, split, profile, target),
+    ]
+
+
+def _grouped_levers(profile: Profile, target: int) -> list[Lever]:
+    """With the same bits, in as few groups as are enough; in the most there can be, if none are."""
+    updates = [
+        (one, _plain_at_once(one, profile.batch_size)) for one in profile.smaller_updates()[1:]
+    ]
+    if not updates:
+        return []
+    enough = [pair for pair in updates if pair[1].peak_bytes <= target]
+    updating, plain = enough[0] if enough else updates[-1]
+    name = f"the update in {len(updating.update_groups)} groups"
+    return [Lever(name, plain.peak_bytes, plain.step_seconds, bool(enough), "fit(...)")]
+
+
+def _one_by_one_levers(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    optimizer: Any,
+    machine: Hardware,
+    split: _Split,
+    profile: Profile,
+    target: int,
+) -> list[Lever]:
     groups = getattr(optimizer, "param_groups", [])
     if not profile.optimizer_burst_bytes or not any("foreach" in group for group in groups):
         return []

@@ -45,6 +45,9 @@ def with_computed_seconds(profile: Profile) -> Profile:
         operations=tuple(operations),
         nodes=tuple(dataclasses.replace(node, seconds=back) for node in profile.nodes),
         optimizer_seconds=0.0,
+        update_ways=tuple(
+            dataclasses.replace(way, more_seconds=0.0) for way in profile.update_ways
+        ),
         overhead_seconds=calls + 3 * profile.gradient_bytes / pace.bandwidth,
         plain_points=(),
         record_overhead_seconds=pace.call / 2,

@@ -49,10 +49,11 @@ from gradfit.fitting.tested_plan import (
 )
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import (
-    bare_plan,
     beginning_like,
     plain_plan,
+    plan_for_fit,
     recomputing_plan,
+    updates_within,
     with_alternatives,
 )
 from gradfit.planning.microbatch import even
@@ -63,6 +64,7 @@ from gradfit.profiling.measure import RoomForRows, additivity_within, choose_til
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
+from gradfit.profiling.update_groups import may_be_cut, with_bursts
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.tiling.tile import with_tiles
@@ -222,6 +224,8 @@ class Planner:
         made.
         """
         self._later.clear()
+        # of another optimizer, perhaps, which may be updated in groups where this one may not
+        plans = [one for one in plans if may_be_cut(self._optimizer, one.plan.update_groups)]
         self._plans = [with_slack(plan, self.limit_bytes) for plan in plans]
         self.additivity = self._plans[0].profile.additivity if self._plans else None
 
@@ -527,7 +531,7 @@ class Planner:
         plan, rows = tested.plan, self.rows(part)
         profile = self._profile(part, rows=rows, tiles=plan.tiles)
         if rows < plan.micro_batch:
-            own = bare_plan(
+            own = plan_for_fit(
                 profile, memory=self.limit_bytes, batch_size=plan.batch_size, micro_batch=rows
             )
             untested = TestedPlan(own, profile, tested.shape, 0, steady=True)
@@ -834,15 +838,17 @@ class Planner:
         )
         if not is_open:
             self.additivity = measured.additivity
-        burst = max(
-            measured.optimizer_burst_bytes + self._widening_bytes(measured), self.reduce_bytes
-        )
+        bursts = [self._update_burst(measured, way.burst_bytes) for way in measured.update_ways]
         measured = dataclasses.replace(
             measured,
             tiles=tiles,
             additivity=self.additivity,
             splittable=self._is_splittable(measured),
-            optimizer_burst_bytes=burst,
+            optimizer_burst_bytes=self._update_burst(measured, measured.optimizer_burst_bytes),
+            # somebody else's step is not run in groups
+            update_ways=with_bursts(measured.update_ways, bursts)
+            if self._updates_in_groups
+            else (),
         )
         is_first = tiles is None and not self._plans
         return (fix_by_name if is_first else fix_known_names)(measured, self._named)
@@ -881,7 +887,7 @@ class Planner:
         if self._micro_batch is not None:
             micro_batch = self._asked_size(self._micro_batch, batch_size, profile)
         self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
-        return bare_plan(
+        return plan_for_fit(
             profile, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch
         )
 
@@ -913,7 +919,20 @@ class Planner:
             return "micro_batch='whole'"
         return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
 
-    def _widening_bytes(self, profile: Profile) -> int:
+    @property
+    def _updates_in_groups(self) -> bool:
+        """Whether the update may be run over groups of parameters: it is ours, and no gradient is
+        sparse.
+        """
+        return self._copies and not any(
+            getattr(module, "sparse", False) for module in self._model.modules()
+        )
+
+    def _update_burst(self, profile: Profile, burst_bytes: int) -> int:
+        """What an update takes for a moment where the optimizer's temporaries are so large."""
+        return max(burst_bytes + self._widening_bytes(profile, burst_bytes), self.reduce_bytes)
+
+    def _widening_bytes(self, profile: Profile, burst_bytes: int) -> int:
         """What a step takes more if parameters and state are widened for it, and its temporaries
         are as wide.
         """
@@ -925,7 +944,7 @@ class Planner:
         wider = sum(size * (ratio - 1) for size, ratio in sized)
         states = profile.optimizer_bytes * wider / _local_bytes(trained)
         most = max(ratio for _, ratio in sized)
-        return round(copies + states + profile.optimizer_burst_bytes * (most - 1))
+        return round(copies + states + burst_bytes * (most - 1))
 
     def _fit_smallest(self, profile: Profile, request: _Request) -> list[TestedPlan]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
@@ -1095,6 +1114,7 @@ class Planner:
     ) -> TestedPlan:
         untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         plan, profile = untested.plan, untested.profile
+        burst = profile.updating(plan.update_groups).optimizer_burst_bytes
         # what its first step will allocate
         waiting = max(0, profile.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
@@ -1123,8 +1143,8 @@ class Planner:
                     saved = max(saved, unrecorded.saved_bytes)
                     asked = max(asked, unrecorded.last_rebuilt)
             passes = max(passes, live.peak_bytes + rest)
-            update = live.current_bytes + rest + profile.optimizer_burst_bytes
-        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, profile.optimizer_burst_bytes)
+            update = live.current_bytes + rest + burst
+        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, burst)
         reserved = record.reserved_bytes(sizes, copied=False)
         return dataclasses.replace(
             untested,
@@ -1185,8 +1205,9 @@ class Planner:
         """The largest micro-batch without recomputation, tried out, if there is one."""
         # With some room: the profile may be of another size, and not even a trial may pass the
         # budget.
-        profile, rows = tested.profile, tested.plan.batch_size
-        plan = plain_plan(profile, memory=int(0.95 * target), batch_size=rows)
+        rows, room = tested.plan.batch_size, int(0.95 * target)
+        profile = updates_within(tested.profile, room, rows)[0]
+        plan = plain_plan(profile, memory=room, batch_size=rows)
         largest: list[TestedPlan] = []
         while plan is not None:
             tried = self._try_within_limit(dataclasses.replace(tested, plan=plan), batch)
@@ -1201,7 +1222,8 @@ class Planner:
         """A larger micro-batch in all of the budget: each row more takes no more than one of those
         that were measured took.
         """
-        profile, rows, size = tried.profile, tried.plan.batch_size, tried.plan.micro_batch
+        rows, size = tried.plan.batch_size, tried.plan.micro_batch
+        profile = tried.profile.updating(tried.plan.update_groups)
         static = profile.at(size, rows=rows).static_bytes
         most = int((self.limit_bytes - static) * size / max(1, tried.peak_bytes - static))
         most = even(rows, min(most, rows))
@@ -1214,9 +1236,10 @@ class Planner:
         rows, size = tested.plan.batch_size, tested.plan.micro_batch
         if size == rows:
             return []
+        room = int(0.95 * target)
         plan = recomputing_plan(
-            tested.profile,
-            memory=int(0.95 * target),
+            updates_within(tested.profile, room, rows)[0],
+            memory=room,
             batch_size=rows,
             above=size,
             most_seconds=_DOUBT * tested.plan.step_seconds,
@@ -1233,7 +1256,8 @@ class Planner:
         race = self._run_race(ways)
         drop_gradients(self._model)
         for place, (tested, _) in enumerate(ways):
-            seconds = race.step_seconds(place) + tested.profile.optimizer_seconds
+            updating = tested.profile.updating(tested.plan.update_groups)
+            seconds = race.step_seconds(place) + updating.optimizer_seconds
             yield dataclasses.replace(tested, plan=tested.plan.with_step_seconds(seconds))
 
     def _run_race(self, ways: list[tuple[TestedPlan, Any]]) -> Race:

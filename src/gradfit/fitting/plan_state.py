@@ -114,6 +114,8 @@ def _check_numbers(where: str, plan: Plan, profile: Profile) -> None:
         text("keep", "rebuild", "offload", "external")(f"{where}.actions[{index}]", action)
     _check_lengths(where, plan, profile)
     _check_segments(where, plan)
+    list_of(integer(1))(f"{where}.update_groups", list(plan.update_groups))
+    profile.updating(plan.update_groups)
     _check_values(where, profile)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradfit.planning.api import with_update_groups
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.follow_plan import Script, Unrecorded, UnrecordedRest, recording
@@ -99,15 +100,28 @@ class TestedPlan:
 
 
 def with_update_copy(tested: TestedPlan, copy_bytes: int, limit_bytes: int) -> TestedPlan:
-    """With so large a copy beside the optimizer's step, where there is room; that may be the peak
-    of all.
+    """With so large a copy beside the optimizer's step, where there is room, if need be with its
+    parameters updated in more groups; that may be the peak of all.
     """
-    plan, graph = tested.plan, tested.profile.at(1, rows=tested.plan.batch_size)
+    for updating in tested.profile.updating(tested.plan.update_groups).smaller_updates():
+        with_copy = _with_copy(tested, updating, copy_bytes, limit_bytes)
+        if with_copy is not None:
+            return with_copy
+    return tested
+
+
+def _with_copy(
+    tested: TestedPlan, updating: Profile, copy_bytes: int, limit_bytes: int
+) -> TestedPlan | None:
+    """Where the update is run as this profile says; None if there is no room."""
+    plan, graph = tested.plan, updating.at(1, rows=tested.plan.batch_size)
     parts = {"optimizer step": graph.optimizer_burst_bytes, "copy to go back to": copy_bytes}
     peak = graph.static_bytes + sum(parts.values())
     reserved = tested.copied_reserved_bytes
     if max(peak, reserved) > limit_bytes:
-        return tested
+        return None
+    if plan.update_groups != updating.update_groups:
+        plan = with_update_groups(updating, plan, updating.update_groups)
     if peak > plan.peak_bytes:
         where = "in the optimizer's step, beside a copy to go back to"
         plan = dataclasses.replace(

@@ -33,6 +33,7 @@ from gradfit.devices import free_cached_memory
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.cut_warning import warn_about_cutting
+from gradfit.fitting.grouped_step import GroupedStep
 from gradfit.fitting.measured_models import MeasuredModels
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -159,6 +160,7 @@ class TrainStep(NotCopied):
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._recovery = Recovery(planner, accumulator.trial)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._grouped: GroupedStep | None = None  # the last step that was run in groups
         self._copy_layout = CopyLayout()  # of what the optimizer changes
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
@@ -370,6 +372,8 @@ class TrainStep(NotCopied):
         has happened.
         """
         with uninterrupted():
+            if self._grouped is not None:
+                self._grouped.close()
             if self._changing is not None:
                 if self._changing.done:
                     before.restore_settings()
@@ -466,11 +470,19 @@ class TrainStep(NotCopied):
             self._changing,
         ):
             self._read_or_launch(weighed, tested)
-            closed = self._close_window(totals)
+            with self._stepping_in_groups(tested.plan.update_groups):
+                closed = self._close_window(totals)
         peak_bytes = _peak_in_step(tested, peak) if isinstance(peak, Meter) else peak
         return self._train_result(
             *closed, peak_bytes, attempts=attempt, online=self._recovery.online
         )
+
+    def _stepping_in_groups(self, groups: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Where the plan says so, the optimizer updates its parameters in these groups."""
+        if not groups:
+            return _NOTHING
+        self._grouped = GroupedStep(self.optimizer, groups)
+        return self._grouped
 
     def _read_or_launch(self, weighed: WeighedParts, tested: TestedPlan) -> None:
         """Read what is still on an accelerator; or, where the update can be taken back, let it be

@@ -4,6 +4,7 @@ touched.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import chain, takewhile
@@ -84,6 +85,44 @@ def bare_plan(
 ) -> Plan:
     """The same as `plan`, without looking for the next ones with less memory and with more."""
     return _find(profile, memory, batch_size, micro_batch, read_named())[0]
+
+
+def plan_for_fit(
+    profile: Profile, *, memory: int, batch_size: int, micro_batch: int | None = None
+) -> Plan:
+    """The same as `bare_plan`, where the optimizer's step is run by whoever follows the plan: if it
+    is what does not fit, its parameters are updated in groups, in as few as are enough.
+    """
+    *others, last = updates_within(profile, memory, batch_size)
+    for updating in others:
+        with contextlib.suppress(BudgetInfeasible):
+            return bare_plan(
+                updating, memory=memory, batch_size=batch_size, micro_batch=micro_batch
+            )
+    return bare_plan(last, memory=memory, batch_size=batch_size, micro_batch=micro_batch)
+
+
+def updates_within(profile: Profile, memory: int, batch_size: int) -> list[Profile]:
+    """The profile with its update in more and more groups, from the first that can stay within so
+    many bytes; the last is in the most groups in any case.
+    """
+    *others, last = profile.smaller_updates()
+    return [*(one for one in others if one.update_bytes(batch_size) <= memory), last]
+
+
+def with_update_groups(profile: Profile, plan: Plan, groups: tuple[int, ...]) -> Plan:
+    """A plan from this profile, with its update in these groups."""
+    of_plan = profile.in_tiles(plan.tiles)
+    before = _of_plan(of_plan, plan)[1].step_seconds
+    plan = dataclasses.replace(plan, update_groups=groups)
+    search, choice = _of_plan(of_plan, plan)
+    predicted = _plan(search, choice, plan.budget_bytes)
+    return dataclasses.replace(
+        plan.with_extra_seconds(choice.step_seconds - before),
+        peak_bytes=predicted.peak_bytes,
+        peak_at=predicted.peak_at,
+        breakdown=predicted.breakdown,
+    )
 
 
 def with_alternatives(profile: Profile, plan: Plan) -> Plan:
@@ -306,6 +345,7 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
 
 def _of_plan(profile: Profile, plan: Plan) -> tuple[MicrobatchSearch, SizedPlan]:
     """What the profile says of a plan, whatever was measured of it since."""
+    profile = profile.updating(plan.update_groups)
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     choice = search.of_plan(
         plan.micro_batch, _action_numbers(plan), Segments(plan.segments, plan.segment_parents)
@@ -324,6 +364,7 @@ def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
 
     A forward can then go over from the other plan to this one where it leaves that.
     """
+    profile = profile.updating(plan.update_groups)
     pairs = _shared_values(profile, plan, other)
     if any(other.segments[theirs] for _, theirs in pairs):
         return None
@@ -498,6 +539,7 @@ def _plan(search: MicrobatchSearch, choice: SizedPlan, budget: int) -> Plan:
         versions=dict(profile.versions),
         tiles=profile.tiles,
         named=tuple(named_choices(profile, graph, until)),
+        update_groups=profile.update_groups,
     )
 
 

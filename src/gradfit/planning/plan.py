@@ -107,6 +107,8 @@ class Plan:
         comparing: other plans for the same batches, which take turns with this one in real steps
             until the fastest is known; "" if it stays.
         named: what was fixed by name (`gf.name`), and the bytes that it is about.
+        update_groups: how many parameters the optimizer updates at a time, in its order, so that
+            fewer of its temporaries are there at once; empty: as the optimizer does it.
     """
 
     micro_batch: int
@@ -144,6 +146,8 @@ class Plan:
     # other plans that take turns with this one until the fastest is known
     comparing: str = ""
     named: tuple[NamedChoice, ...] = ()
+    # parameters in each group that the optimizer updates by itself
+    update_groups: tuple[int, ...] = ()
 
     @property
     def keeps_everything(self) -> bool:
@@ -249,6 +253,11 @@ class Plan:
             yield f"fixed by name: {_listed(self.named)}"
         if self.reserved_bytes:
             yield f"predicted to be reserved on the device: {format_bytes(self.reserved_bytes)}"
+        if self.update_groups:
+            yield (
+                f"update in {len(self.update_groups)} groups of parameters, one after the other,"
+                " for fewer temporaries"
+            )
         if self.tiles is not None:
             yield (
                 f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a"

@@ -68,6 +68,7 @@ def assemble(
         buffer_bytes=storage_bytes(model.buffers()),
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
+        update_ways=cost.ways,
         batch_bytes=Linear(0.0, _batch_bytes(model, batch) / rows),
         constant_bytes=Linear() if static is None else _constant_line(lines, static),
         optimizer_seconds=cost.seconds,

@@ -19,12 +19,20 @@ from gradfit.devices import devices_of, wait_for
 from gradfit.errors import MisuseError
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
+from gradfit.profiling.update_groups import (
+    GroupBursts,
+    UpdateInGroups,
+    may_be_divided,
+    ways_to_update,
+)
 
 
 class OptimizerCost(NamedTuple):
     state_bytes: int
     burst_bytes: int  # temporaries of one step()
     seconds: float
+    # how a step can be run with fewer temporaries; the first is how the optimizer does it
+    ways: tuple[UpdateInGroups, ...] = ()
 
     def and_then(self, other: OptimizerCost) -> OptimizerCost:
         """Of two groups that are stepped one after the other."""
@@ -49,12 +57,17 @@ def optimizer_cost(
     make = stand_in or torch.zeros_like
     existing = {} if stand_in is not None else getattr(optimizer, "state", {})
     cost = OptimizerCost(0, 0, 0.0)
+    groups: list[GroupBursts] = []
     for group in optimizer.param_groups:
         trained = _trained_of(group)
         if trained:
             probe = _Probe(optimizer, group, make, clock)
-            cost = cost.and_then(_cost_of_group(probe, trained, existing))
-    return cost
+            of_group, bursts = _cost_of_group(probe, trained, existing)
+            cost = cost.and_then(of_group)
+            groups.append(bursts)
+        else:
+            groups.append(GroupBursts([0] * len(group["params"]), 0, False, False, 0.0))
+    return cost._replace(ways=ways_to_update(groups))
 
 
 def _trained_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -79,7 +92,8 @@ class _Probe(NamedTuple):
 
 def _cost_of_group(
     probe: _Probe, trained: list[torch.Tensor], existing: Mapping[torch.Tensor, Any]
-) -> OptimizerCost:
+) -> tuple[OptimizerCost, GroupBursts]:
+    """What it takes as it is set, and how its temporaries are made up of its parameters'."""
     costs = _cost_of_each(probe, trained)
     state = sum(
         _bytes(existing.get(parameter)) or cost.state_bytes
@@ -88,19 +102,29 @@ def _cost_of_group(
     bursts = [cost.burst_bytes for cost in costs]
     small = trained[_least_that_bursts(trained, bursts)]
     few, many = probe.step([small] * 3), probe.step([small] * 6)
-    seconds = _seconds_of_all(costs, few, many)
-    if not any(bursts):
-        return OptimizerCost(state, 0, seconds)
-    if _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu"):
-        return OptimizerCost(state, sum(bursts), seconds)
-    burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
-    return OptimizerCost(state, burst, seconds)
-
-
-def _seconds_of_all(costs: list[OptimizerCost], few: OptimizerCost, many: OptimizerCost) -> float:
-    """What each parameter takes, and once what a step takes that is not any parameter's."""
+    # what a step takes that is not any parameter's
     call = max(0.0, 2 * few.seconds - many.seconds)
-    return call + sum(max(0.0, cost.seconds - call) for cost in costs)
+    seconds = call + sum(max(0.0, cost.seconds - call) for cost in costs)
+    together = _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu")
+    if not any(bursts):
+        burst = 0
+    elif together:
+        burst = sum(bursts)
+    else:
+        burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
+    return OptimizerCost(state, burst, seconds), GroupBursts(
+        _of_all(probe.group, trained, bursts),
+        burst,
+        together,
+        divisible=may_be_divided(probe.optimizer, probe.group),
+        call_seconds=call,
+    )
+
+
+def _of_all(group: Mapping[str, Any], trained: list[torch.Tensor], bursts: list[int]) -> list[int]:
+    """By each parameter of the group, those that are not trained among them."""
+    by_id = dict(zip(map(id, trained), bursts, strict=True))
+    return [by_id.get(id(parameter), 0) for parameter in group["params"]]
 
 
 def _cost_of_each(probe: _Probe, trained: list[torch.Tensor]) -> list[OptimizerCost]:

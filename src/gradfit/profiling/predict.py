@@ -302,7 +302,8 @@ def _optimizer_cost(
 
     watch = Stopwatch(roofline)
     with mode, watch:
-        return optimizer_cost(optimizer, stand_in=shard, clock=lambda: watch.seconds)
+        cost = optimizer_cost(optimizer, stand_in=shard, clock=lambda: watch.seconds)
+    return cost if devices == 1 else cost._replace(ways=())  # shards are updated all at once
 
 
 def _sharded(whole: Profile, model: torch.nn.Module, devices: int) -> Profile:

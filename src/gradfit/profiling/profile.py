@@ -9,7 +9,7 @@ assumed, so one profile serves every size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add, attrgetter
@@ -22,6 +22,7 @@ from gradfit.choices import KEEP, OFFLOAD, REBUILD, Choice
 from gradfit.errors import StateError
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
+from gradfit.profiling.update_groups import UpdateInGroups
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import parse_bytes
 
@@ -171,6 +172,10 @@ class Profile:
         buffer_bytes: of all buffers.
         optimizer_bytes: of the optimizer's state.
         optimizer_burst_bytes: temporaries of the optimizer's step.
+        update_ways: how that step can be run with fewer temporaries; the first is how the optimizer
+            does it. Empty: in no other way.
+        update_groups: the way that this profile is about, as groups of parameters; empty: as the
+            optimizer does it.
         batch_bytes: of the batch, by rows.
         constant_bytes: tensors that the forward brings along, by rows.
         optimizer_seconds: of one step of the optimizer.
@@ -204,6 +209,9 @@ class Profile:
     buffer_bytes: int = 0
     optimizer_bytes: int = 0
     optimizer_burst_bytes: int = 0  # temporaries of optimizer.step()
+    # how the step can be run with fewer of these, and the way in which it is
+    update_ways: tuple[UpdateInGroups, ...] = ()
+    update_groups: tuple[int, ...] = ()
     batch_bytes: Linear = Linear()
     # tensors that the forward brings along: from Python numbers, from NumPy
     constant_bytes: Linear = Linear()
@@ -338,6 +346,47 @@ class Profile:
                 results = self.operations[operation].outputs
                 may_run_again[operation] &= not rebuilt.isdisjoint(results)
         return may_run_again
+
+    def updating(self, groups: tuple[int, ...]) -> Profile:
+        """The same step where the optimizer updates its parameters in these groups.
+
+        Args:
+            groups: of one of `update_ways`; empty: as the optimizer does it.
+
+        Raises:
+            StateError: it is none of them.
+        """
+        read_instance(groups, "groups", tuple, "the `groups` of one of `update_ways`")
+        if groups == self.update_groups:
+            return self
+        ways = {way.groups: way for way in self.update_ways}
+        now, then = ways.get(self.update_groups), ways.get(groups)
+        if now is None or then is None:
+            raise StateError(
+                f"An update in {len(groups)} groups is none of the ways that this profile knows."
+                " Make the plan again."
+            )
+        return replace(
+            self,
+            update_groups=groups,
+            optimizer_burst_bytes=then.burst_bytes,
+            optimizer_seconds=self.optimizer_seconds + then.more_seconds - now.more_seconds,
+        )
+
+    def smaller_updates(self) -> tuple[Profile, ...]:
+        """This profile, and the same step updated in more and more groups."""
+        less = [way for way in self.update_ways if way.burst_bytes < self.optimizer_burst_bytes]
+        return (self, *(self.updating(way.groups) for way in less))
+
+    def update_bytes(self, rows: int) -> int:
+        """What is there at least while the optimizer steps.
+
+        Args:
+            rows: of the whole batch.
+        """
+        read_count(rows, "rows")
+        static = self._static_bytes(self.min_batch, rows, 0)
+        return sum(static.values()) + self.optimizer_burst_bytes
 
     def _bytes_of_gradients_that_come(self) -> int:
         """Of those that a backward makes where there were none."""
