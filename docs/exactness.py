@@ -693,7 +693,7 @@ KINDS = (
     Kind(
         "a hook that masks a parameter's gradient",
         mean_of(row_losses),
-        model=lambda: hooked(lambda gradient: gradient * (torch.arange(WIDTH) > 1)),
+        model=lambda: hooked(lambda g: g * (torch.arange(WIDTH, device=g.device) > 1)),
         batch=rows,
     ),
     Kind(

@@ -758,7 +758,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     delays().probability = probability;
     delays().longest_us = longest_us;
   });
-  m.def("set_kernel_time", [](int us) { the_time().kernel_us = us; });
+  m.def("set_kernel_time", [](int us) {
+    for (int d = 0; d < kDevices; ++d)
+      for (int64_t id = 0; id < kStreams; ++id) stream_of(d, id).forget_time();
+    the_time().kernel_us = us;
+  });
   m.def("now", [] { return the_time().now() / 1e9; });
   m.def("set_cap", [](int d, size_t bytes) { memory(d).settings.cap_bytes = bytes; });
   m.def("cap", [](int d) { return std::min(memory(d).settings.cap_bytes, memory(d).settings.total_bytes); });

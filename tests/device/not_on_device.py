@@ -86,6 +86,7 @@ CPU_ALONE: dict[str, str] = {
     "tests/fitting/test_walk.py::test_a_batch_takes_the_walk": (
         "weights that are read at once; on a device they are read at the step's end"
     ),
+    "tests/fitting/test_update_groups.py::test_a_sparse_gradient": _SPARSE,
     "tests/fitting/test_audit_plan.py::test_every_value": "its budget is for the CPU's operations",
 }
 

@@ -150,6 +150,12 @@ class Stream {
     the_time().wait_until(free_at_);
   }
 
+  // Time is told in another way from here on.
+  void forget_time() {
+    drain();
+    free_at_ = 0;
+  }
+
   // A kernel was put on the stream: with a fixed time per kernel, it is busy so much longer.
   void spend() {
     int us = the_time().kernel_us;

@@ -74,7 +74,7 @@ class Case:
                 module.p = 0.1
         self.batch = estimates._rows(batch, MODELS[model])
         self._loss_fn, self._optimizer = loss_fn, OPTIMIZERS[optimizer]
-        self.is_scaled = optimizer == "scaled"
+        self.is_scaled, self.follows_data = optimizer == "scaled", model == "mixtral"
 
     def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """A new model with the same weights, its optimizer and its scaler."""
@@ -118,16 +118,19 @@ class Case:
         for number in range(STEPS):
             torch.manual_seed(number)
             result = step(self.batch)
-            assert (result.stepped, result.attempts, result.micro_batches) == (True, 1, 1)
+            assert (result.stepped, result.micro_batches) == (True, 1)
+            # which experts are asked changes with each update, and with that the operations
+            assert result.attempts == 1 or self.follows_data
         assert peak_reserved() - others <= memory
         return everything(model, optimizer)
 
-    def least_bytes(self) -> int:
+    def least_bytes(self, too_little: int) -> int:
         model, optimizer, scaler = self.begin()
         with pytest.raises(gf.BudgetInfeasible) as refusal:
             gf.fit(
-                model, optimizer, self.loss, self.batch, 1 << 16, micro_batch="whole", scaler=scaler
-            )
+                model, optimizer, self.loss, self.batch, too_little, micro_batch="whole",
+                scaler=scaler,
+            )  # fmt: skip
         return refusal.value.min_bytes
 
 
@@ -161,8 +164,8 @@ def check(sim: Any, model: str, optimizer: str, budgets: int) -> None:
     most = peak_reserved()
     live = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
     clean_up()
-    # mixtral's forward depends on the data, so that no plan can say what will be reserved
-    least = most if model == "mixtral" else case.least_bytes()
+    # mixtral's forward depends on the data: with too little to run it, the least is an upper bound
+    least = case.least_bytes(most // 3 if case.follows_data else 1 << 16)
 
     def delayed(number: int) -> None:
         clean_up()

@@ -426,6 +426,15 @@ def _number(value: Any) -> Number:
 
 def _quotient(number: Number, by: Number) -> Number:
     """As tensors divide: a mean over no items at all is divided by 0."""
+    if not isinstance(by, Tensor) and by == 1:
+        return number
     if isinstance(number, Tensor) or isinstance(by, Tensor) or by:
-        return number / by
+        return _wide(number) / _wide(by)
     return math.inf if number else math.nan
+
+
+def _wide(number: Number) -> Number:
+    """Whole numbers in double precision, as Python divides them: torch does in single."""
+    if not isinstance(number, Tensor) or number.is_floating_point() or number.device.type == "mps":
+        return number
+    return number.double()

@@ -751,9 +751,17 @@ class Planner:
             elif tried.peak_bytes <= self.limit_bytes:
                 return [*self._rivals(tried, request.batch, search.target_bytes)]
             else:
-                too_much = tried.peak_bytes - self.limit_bytes
-                search.target_bytes = min(search.target_bytes, plan.peak_bytes) - too_much
+                search.target_bytes = self._lower_target(search.target_bytes, tried)
         return []
+
+    def _lower_target(self, target_bytes: int, tried: TestedPlan) -> int:
+        """Less by what a trial took too much; by a tenth at most where that were segments: with a
+        little less another plan may need one fewer.
+        """
+        target = min(target_bytes, tried.plan.peak_bytes)
+        too_much = tried.peak_bytes - self.limit_bytes
+        in_segments = tried.reserved_bytes == tried.peak_bytes
+        return target - (min(too_much, max(1, target // 10)) if in_segments else too_much)
 
     def _next_plan(self, search: _Search, batch_size: int) -> Plan | None:
         """For what may be taken now; None if there is none."""

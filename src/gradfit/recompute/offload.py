@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -26,10 +26,16 @@ class Store:
     def __init__(self) -> None:
         self._file: _File | None = None
         self._end = 0
+        self._hosts: dict[torch.device, _HostStore] = {}
 
     def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy out; the returned function makes the same tensor, layout included."""
-        return _to_host(tensor) if tensor.device.type != "cpu" else self._to_file(tensor)
+        device = tensor.device
+        if device.type == "cpu":
+            return self._to_file(tensor)
+        if device not in self._hosts:
+            self._hosts[device] = _HostStore(device)
+        return self._hosts[device].put(tensor)
 
     def _to_file(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._file is None:
@@ -47,27 +53,146 @@ class Store:
         return load
 
 
-def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """To pinned memory, in the order of the stream that made the tensor: nobody waits, and its
-    memory is free at once.
+class _HostStore:
+    """Values of one device in pinned memory of the host, copied there and back beside computation.
 
-    A stream of its own would copy while the device computes, but hold the tensor's memory until it
-    has.
+    A value is copied within the device first, in the order of its stream, so that whoever made it
+    may write over it or free it at once; that copy goes out on a stream of its own. It is there
+    until the next value goes out, or the first comes back: then computation waits for it. On the
+    way back, while one value is used the one that went out before it is fetched. So one value more
+    than those in use is on the device at a time, at the same places of every pass, whatever the
+    copies take.
     """
-    device = tensor.device
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.Event(device)
-    copied.record(torch.accelerator.current_stream(device))
 
-    def load() -> torch.Tensor:
-        # a backward pass may run on another stream
-        torch.accelerator.current_stream(device).wait_event(copied)
-        return torch.empty_like(host, device=device, pin_memory=False).copy_(
-            host, non_blocking=True
-        )
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._went_out: list[weakref.ref[_OnHost]] = []
+        self._leaving: _Moving | None = None
+        self._coming: _Fetched | None = None
 
-    return load
+    def put(self, tensor: torch.Tensor) -> _OnHost:
+        """Copy out; nobody waits for it but the next one."""
+        self._leaving = None
+        there = tensor.detach().clone(memory_format=torch.preserve_format)
+        host = torch.empty_like(there, device="cpu", pin_memory=True)
+        self._leaving = _Moving(there, host, there, _stream_of(self._device, "out"))
+        value = _OnHost(self, len(self._went_out), host, self._leaving.done)
+        self._went_out.append(weakref.ref(value))
+        return value
+
+    def bring_back(self, value: _OnHost) -> torch.Tensor:
+        """The value on the device; the one before it is on its way then."""
+        self._leaving = None
+        tensor = self._take_fetched(value)
+        if tensor is None:
+            torch.accelerator.current_stream(self._device).wait_event(value.went_out)
+            tensor = self._empty_like(value.host).copy_(value.host, non_blocking=True)
+        value.was_brought_back(tensor)
+        self._fetch_before(value.place)
+        return tensor
+
+    def _take_fetched(self, value: _OnHost) -> torch.Tensor | None:
+        """The value, if it was fetched ahead. What was for one that nobody can ask for any more is
+        let go.
+        """
+        owner = None if self._coming is None else self._coming.owner()
+        if owner is not None and owner is not value:
+            return None
+        coming, self._coming = self._coming, None
+        return None if coming is None or owner is None else coming.moving.arrived()
+
+    def _fetch_before(self, place: int) -> None:
+        """Begin to fetch the last value that went out before this one and is not there, if no other
+        was fetched ahead.
+        """
+        while self._went_out and self._went_out[-1]() is None:
+            self._went_out.pop()
+        if self._coming is not None:
+            return
+        for reference in reversed(self._went_out[:place]):
+            value = reference()
+            if value is not None and not value.is_there:
+                stream = _stream_of(self._device, "back")
+                stream.wait_event(value.went_out)
+                tensor = self._empty_like(value.host)
+                moving = _Moving(tensor, tensor, value.host, stream)
+                self._coming = _Fetched(moving, reference)
+                return
+
+    def _empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(host, device=self._device, pin_memory=False)
+
+
+class _OnHost:
+    """A value that went out; called, it is brought back."""
+
+    def __init__(
+        self, store: _HostStore, place: int, host: torch.Tensor, went_out: torch.Event
+    ) -> None:
+        self._store = store
+        self.place, self.host, self.went_out = place, host, went_out
+        self._there: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether what was brought back is still on the device."""
+        return self._there is not None and self._there() is not None
+
+    def was_brought_back(self, tensor: torch.Tensor) -> None:
+        self._there = weakref.ref(tensor)
+
+    def __call__(self) -> torch.Tensor:
+        return self._store.bring_back(self)
+
+
+class _Moving:
+    """A copy on another stream, from or to a `tensor` of the device.
+
+    The copy waits for what the stream of computation has done so far. When the tensor is let go,
+    wherever that is, that stream waits for the copy: its memory may be used again.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, to: torch.Tensor, source: torch.Tensor, stream: torch.Stream
+    ) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._computing = torch.accelerator.current_stream(tensor.device)
+        self.done = torch.Event(tensor.device)
+        ready = torch.Event(tensor.device)
+        ready.record(self._computing)
+        stream.wait_event(ready)
+        with stream:
+            to.copy_(source, non_blocking=True)
+        self.done.record(stream)
+
+    def arrived(self) -> torch.Tensor:
+        """The tensor, for the current stream, which waits for it."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        torch.accelerator.current_stream(tensor.device).wait_event(self.done)
+        return tensor
+
+    def __del__(self) -> None:
+        if self._tensor is not None:
+            self._computing.wait_event(self.done)
+
+
+class _Fetched(NamedTuple):
+    """What is fetched ahead, and for which value."""
+
+    moving: _Moving
+    owner: weakref.ref[_OnHost]
+
+
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
+
+
+def _stream_of(device: torch.device, direction: str) -> torch.Stream:
+    """One for each way: a bus carries both at once."""
+    key = device, direction
+    if key not in _streams:
+        _streams[key] = torch.Stream(device)
+    return _streams[key]
 
 
 class _File:
