@@ -253,6 +253,20 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             return None
 
 
+def is_ragged(tensor: torch.Tensor) -> bool:
+    """Whether it is a nested tensor of torch's first kind, which has no shape: asking for one
+    raises, and inside of `as_nested_tensor` ends the process (seen on 2.13).
+    """
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's shape; of a nested one without a shape, those of all its parts."""
+    if is_ragged(tensor):
+        return (tensor.dim(), *tensor._nested_tensor_size().flatten().tolist())
+    return tensor.shape
+
+
 def _tensors(nest: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 

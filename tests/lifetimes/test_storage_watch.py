@@ -29,6 +29,10 @@ def test_many_watches_that_are_garbage_do_not_crash_the_interpreter() -> None:
     assert run_child("garbage_watches.py") == 200
 
 
+def test_nested_tensors_under_a_limit_do_not_end_the_process() -> None:
+    assert run_child("nested_tensors.py") >= 11
+
+
 def test_a_watch_tells_once_and_only_when_the_storage_dies() -> None:
     dead: list[StorageWatch] = []
     x = torch.zeros(8)

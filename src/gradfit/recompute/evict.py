@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import output_bytes, storage_key, storage_owners
+from gradfit._torch import is_ragged, output_bytes, sizes_of, storage_key, storage_owners
 from gradfit._torch_compile import CompiledGraph
 from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
@@ -90,7 +90,8 @@ class Evictor(Meter):
         started = time.perf_counter()
         out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
-        if key is not None or self.current_bytes - before > need:  # now we know
+        larger = self.current_bytes - before > need and not info.view
+        if key is not None or larger:  # now we know
             self._correct(key, func, args, kwargs, self.current_bytes - before)
         return out
 
@@ -338,10 +339,10 @@ def _bound(args: Any) -> int:
     tensors = [one for one in _tensors_in(args) if one.dim() and one.numel()]
     if not tensors:
         return 0
-    rows = max(one.numel() // one.shape[-1] for one in tensors)
-    columns = max(one.shape[-1] for one in tensors)
+    columns = [1 if is_ragged(one) else one.shape[-1] for one in tensors]
+    rows = max(one.numel() // last for one, last in zip(tensors, columns, strict=True))
     size = max(one.element_size() for one in tensors)
-    return max(rows * columns * size, 2 * max(map(_bytes_of_elements, tensors)))
+    return max(rows * max(columns) * size, 2 * max(map(_bytes_of_elements, tensors)))
 
 
 # Operations that took more than torch's shapes tell, in this process: a budget that was refused for
@@ -369,7 +370,7 @@ def _bytes_of_elements(tensor: torch.Tensor) -> int:
 
 def _shape(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return (argument.shape, argument.dtype)
+        return (sizes_of(argument), argument.dtype)
     if isinstance(argument, list | tuple):
         return tuple(_shape(item) for item in argument)
     return argument

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import is_operator, schema_of
+from gradfit._torch import is_operator, is_ragged, schema_of
 from gradfit._torch_compile import CompiledGraph
 from gradfit.tape.operators import info_of
 
@@ -45,8 +45,12 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
 
 
 def _are_strided(args: Sequence[Any]) -> bool:
-    """Whether all tensors are dense: a sparse one has fewer elements than its shape."""
-    return all(tensor.layout is torch.strided for tensor in _tensors(args))
+    """Whether all tensors are dense: a sparse one has fewer elements than its shape, and a nested
+    one may have none.
+    """
+    return all(
+        tensor.layout is torch.strided and not is_ragged(tensor) for tensor in _tensors(args)
+    )
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -127,6 +127,13 @@ _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state
 _GRAD_MODE = {"mkldnn_rnn_layer"}
 # Gives back its argument's storage though the schema says that it is new.
 _UNDECLARED_VIEWS = {"_unsafe_view"}
+# Give out a nested tensor's own sizes. torch also asks for them in C++ that must not throw
+# (`InputMetadata`, torch/csrc/autograd/input_metadata.cpp): an error there ends the process.
+_UNDECLARED_VIEWS |= {
+    "_nested_tensor_size",
+    "_nested_tensor_strides",
+    "_nested_tensor_storage_offsets",
+}
 # Likewise, and each result counts its writes by itself (`TensorShape.cpp`, `unsafe_split`): RNN
 # cells write their gates side by side that way.
 _CHUNKS = {"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
