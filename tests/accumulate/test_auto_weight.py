@@ -12,7 +12,7 @@ from torch import Tensor
 import gradfit as gf
 
 ROWS, CLASSES = 16, 5
-CUTS = ((0, 3), (3, 8), (8, 16))
+CUTS = ((0, 3), (3, 8), (8, 9), (9, 16))
 
 
 def task() -> tuple[torch.nn.Module, Tensor, Tensor]:
@@ -33,6 +33,26 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked by hand": lambda scores, targets: (
         (scores.sum(1) * (targets >= 0)).sum() / (targets >= 0).sum()
     ),
+    "class weights and label smoothing": lambda scores, targets: F.cross_entropy(
+        scores,
+        targets,
+        weight=torch.tensor([0.1, 0.7, 1.3, 0.9, 0.35]).double(),
+        label_smoothing=0.1,
+    ),
+    "mean over the mask's mean": lambda scores, targets: (
+        (scores.sum(1) * (targets >= 0)).mean() / (targets >= 0).double().mean()
+    ),
+    "mean squares over the mask's mean": lambda scores, targets: (
+        F.mse_loss(scores * (targets >= 0)[:, None], torch.zeros_like(scores))
+        / (targets >= 0).double().mean()
+    ),
+    "rows' means, added and divided": lambda scores, _: scores.square().mean(1).sum() / len(scores),
+    "rows added, then their mean, divided": lambda scores, _: (
+        scores.square().sum(0).mean() / len(scores)
+    ),
+    "flattened": lambda scores, _: scores.square().mean(1).view(-1).sum() / len(scores),
+    "columns' means": lambda scores, _: scores.square().mean(0).sum(),
+    "for each step": lambda scores, targets: F.cross_entropy(scores, targets) / 4,
     "rows": lambda scores, targets: scores.square().mean() + 0.1 * scores.abs().mean(),
 }
 
@@ -63,6 +83,8 @@ def test_a_micro_batch_of_padding_alone_contributes_nothing() -> None:
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a sum": (lambda scores: scores.sum(), "is a sum"),
+    "a sum of rows' means": (lambda scores: scores.mean(1).sum(), "is a sum"),
+    "a mean of sums over rows": (lambda scores: scores.sum(0).mean(), "is a sum"),
     "unknown": (lambda scores: scores.max(), "MaxBackward1"),
     "an unknown term": (lambda scores: scores.mean() + scores.norm(), "LinalgVectorNormBackward0"),
     "two denominators": (

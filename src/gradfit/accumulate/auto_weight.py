@@ -4,6 +4,7 @@ of.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.arguments import Number
 from gradfit.batches.denominator import Denominator, Term, read_denominator
-from gradfit.batches.same_items import are_over_same_items
+from gradfit.batches.same_items import are_over_same_items, rows_are_summed
 from gradfit.errors import MisuseError
 
 
@@ -53,12 +54,12 @@ def _require_mean(weight: str, reduction: str) -> None:
 def _only_count(denominator: Denominator) -> Number:
     """What every term of the loss was divided by."""
     counts = [*map(_count_of, denominator.terms)]
-    if denominator.is_sum:
+    if all(count is None for count in counts):
         raise MisuseError(
             "weight='auto' found that this loss is a sum, divided by nothing. Pass weight= the"
             " number of items it is the sum over, with reduction='sum'."
         )
-    if any(count is None or count != counts[0] for count in counts):
+    if not all(_agree(count, counts[0]) for count in counts):
         raise MisuseError(
             f"weight='auto' found several denominators in one loss: {denominator}. Pass each by"
             " itself, terms={'name': (loss_sum, count), …}, or one weight= for all."
@@ -73,7 +74,21 @@ def _only_count(denominator: Denominator) -> Number:
 
 
 def _count_of(term: Term) -> Number | None:
-    return None if term.count is None else read_weight(term.count)
+    """What the term's sum over the rows was divided by; None if it was not."""
+    count = term.count
+    if rows_are_summed(term.node):  # what was divided there are means over something else
+        count = term.divided
+    elif count is not None and term.divided_by_tensors is not None:
+        count = count * term.divided_by_tensors
+    return None if count is None else read_weight(count)
+
+
+def _agree(count: Number | None, other: Number | None) -> bool:
+    """Counts are equal; sums of class weights up to the order in which they were added."""
+    if count is None or other is None:
+        return False
+    is_whole = float(count).is_integer() and float(other).is_integer()
+    return count == other or (not is_whole and math.isclose(count, other, rel_tol=1e-6))
 
 
 def _last_node(loss: torch.Tensor) -> str:

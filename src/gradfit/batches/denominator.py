@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradfit.batches.scalars import Floor, ScalarReader
@@ -32,6 +33,7 @@ _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 # over items written in Python.
 _MOST_TERMS = 10_000
 _MOST_NAMED = 6  # terms that differ, in a message
+_NARROW = torch.tensor(1.0, dtype=torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,12 @@ class Term:
     floor: Floor | None = None
     """How the number that it was divided by was clamped; None if it was not, or nobody read
     along.
+    """
+    divided: Number | None = None
+    """By what a mean was divided since; None if it was not. It is in `scale`, too."""
+    divided_by_tensors: Number | None = None
+    """Which part of that was tensors: they may count, as the mean of a mask does, where a number
+    of Python's is a coefficient.
     """
 
     def __str__(self) -> str:
@@ -182,6 +190,7 @@ class _GraphPath(NamedTuple):
     node: Any
     scaled: Number = 1
     divided: Number | None = None
+    divided_by_tensors: Number | None = None
     reader: ScalarReader | None = None
     value: float | None = None  # what comes this way to the loss
     floor: Floor | None = None  # of the divisor
@@ -202,16 +211,19 @@ class _GraphPath(NamedTuple):
         node = self.node.next_functions[place][0]
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
-        divided = self.divided if divide is None else self._divided_by(divide)
+        divided = self.divided if divide is None else _product(self.divided, divide)
         return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
-
-    def _divided_by(self, number: Number) -> Number:
-        return number if self.divided is None else self.divided * number
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""
         scale = self.scaled if self.divided is None else _quotient(self.scaled, self.divided)
-        return Term(count, scale, name)
+        return Term(
+            count,
+            scale,
+            name,
+            divided=self.divided,
+            divided_by_tensors=self.divided_by_tensors,
+        )
 
     def sum(self, name: str = "sum") -> Term:
         """The term of a reduction that has not divided: what comes after it has, if anything."""
@@ -298,7 +310,10 @@ def _div(path: _GraphPath) -> _Reached:
     floor = None if path.reader is None else path.reader.floor_of(other)
     if floor is not None:
         path = path._replace(floor=floor)
-    return path.to(0, divide=_number(other))
+    number = _number(other)
+    if not _was_number(other):
+        path = path._replace(divided_by_tensors=_product(path.divided_by_tensors, number))
+    return path.to(0, divide=number)
 
 
 @_rule("SumBackward0", "SumBackward1", "NansumBackward0")
@@ -308,7 +323,7 @@ def _sum(path: _GraphPath) -> _Reached:
         return inside
     # A sum of means over the other dimensions, as in x.mean(0).sum(), has divided there.
     count = _inner_count(path)
-    return path.sum() if count == 1 else path.mean(count, "mean")
+    return path.sum() if count is None else path.mean(count, "mean")
 
 
 @_rule("MeanBackward0", "MeanBackward1")
@@ -316,7 +331,7 @@ def _mean(path: _GraphPath) -> _Reached:
     inside = _several(path)
     if inside is not None:
         return inside
-    return path.mean(math.prod(path.shape(0)) * _inner_count(path), "mean")
+    return path.mean(math.prod(path.shape(0)) * (_inner_count(path) or 1), "mean")
 
 
 def _several(path: _GraphPath) -> list[_GraphPath] | None:
@@ -342,24 +357,36 @@ def _ways_into(path: _GraphPath, divide: int | None) -> list[_GraphPath] | None:
     return [step for place in places for step in path.to(place, divide=divide)]
 
 
-def _inner_count(path: _GraphPath) -> int:
-    """What reductions right below this one, over other dimensions, have divided by."""
-    count, node = 1, path.node.next_functions[0][0]
-    while node.name() in (
-        "SumBackward1",
-        "MeanBackward1",
-        "ViewBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-    ):
-        inputs = node.next_functions
-        if inputs[0][0] is None:
-            break
+def _inner_count(path: _GraphPath) -> int | None:
+    """What means right below this reduction, over other dimensions, have divided by; None if there
+    are none.
+    """
+    count = None
+    for node in reductions_below(path.node):
         if node.name() == "MeanBackward1":
-            before = math.prod(inputs[0][0]._input_metadata[inputs[0][1]].shape)
-            count *= before // max(1, math.prod(node._input_metadata[0].shape))
-        node = inputs[0][0]
+            source, place = node.next_functions[0]
+            before = math.prod(source._input_metadata[place].shape)
+            after = max(1, math.prod(node._input_metadata[0].shape))
+            count = (1 if count is None else count) * (before // after)
     return count
+
+
+_BELOW_A_REDUCTION = {
+    "SumBackward1",
+    "MeanBackward1",
+    "ViewBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+}
+
+
+def reductions_below(node: Any) -> Iterator[Any]:
+    """The nodes of reductions over some dimensions, and of views, right below a reduction."""
+    while True:
+        node = node.next_functions[0][0]
+        if node.name() not in _BELOW_A_REDUCTION or node.next_functions[0][0] is None:
+            return
+        yield node
 
 
 @_rule("NllLossBackward0", "NllLoss2DBackward0")
@@ -422,6 +449,15 @@ def _number(value: Any) -> Number:
             number = number[0]
         return number  # type: ignore[no-any-return]
     return value  # type: ignore[no-any-return]
+
+
+def _was_number(saved: Tensor) -> bool:
+    """Whether torch has made this tensor from a number of Python's, which promotes no type."""
+    return torch.result_type(saved, _NARROW) == _NARROW.dtype
+
+
+def _product(number: Number | None, by: Number) -> Number:
+    return by if number is None else number * by
 
 
 def _quotient(number: Number, by: Number) -> Number:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from gradfit.batches.denominator import reductions_below
+
 _LEAF = "torch::autograd::AccumulateGrad"
 _ALONG_DIM = {
     "SelectBackward0",
@@ -26,6 +28,7 @@ _ALONG_DIM = {
     "IndexSelectBackward0",
 }
 _OF_ANY_ROWS = {"IndexBackward0"}
+_REDUCTIONS = {"SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"}
 
 
 def are_over_same_items(nodes: Sequence[Any]) -> bool:
@@ -54,6 +57,33 @@ def are_over_same_items(nodes: Sequence[Any]) -> bool:
             ways = (way for way, _ in node.next_functions)
             reached.extend((way, term) for way in ways if way is not None and way.name() != _LEAF)
     return groups.number == 1
+
+
+def rows_are_summed(node: Any) -> bool:
+    """Whether a reduction, or one right below it, adds up rows, and there are means over other
+    dimensions: `x.mean(1).sum()` is the sum of the rows' own means.
+
+    Args:
+        node: autograd's node of a term's reduction.
+
+    >>> import torch
+    >>> x = torch.ones(4, 3, requires_grad=True) * 2
+    >>> [rows_are_summed(y.grad_fn) for y in (x.mean(1).sum(), x.sum(0).mean(), x.mean(0).sum())]
+    [True, True, False]
+    """
+    if node.name() not in _REDUCTIONS:
+        return False
+    below = [one for one in reductions_below(node) if one.name() in _REDUCTIONS]
+    if not any(one.name().startswith("Mean") for one in [node, *below]):
+        return False
+    of_rows = next((one for one in reversed(below) if _reduces_rows(one)), node)
+    return bool(of_rows.name().startswith("Sum"))
+
+
+def _reduces_rows(node: Any) -> bool:
+    source, place = node.next_functions[0]
+    dims = len(source._input_metadata[place].shape)
+    return any(_dim(dim, dims) == 0 for dim in node._saved_dim or range(dims))
 
 
 class _Groups:
