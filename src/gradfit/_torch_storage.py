@@ -7,7 +7,7 @@ references, because they were garbage, the interpreter crashes. From 3.12 on no 
 collection (https://github.com/python/cpython/issues/97922). Who else watches a storage we cannot
 know: torch does for every fake tensor it makes of a real one, a user may.
 
-So each watcher gives the storage an object of its own to hold, a `_Life`, and watches that: it has
+So each watcher gives the storage an object of its own to hold, a `Life`, and watches that: it has
 one reference, for which nothing is allocated. torch keeps a storage's Python object, and its
 attributes, exactly as long as the storage.
 """
@@ -19,19 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 
-class _Life:
+class Life:
     """Dies with the storage that holds it: the newest one as the attribute `_gradfit_life`."""
 
     __slots__ = ("__weakref__",)
-    older: _Life | None = None
+    older: Life | None = None
 
 
-class _AnotherLife(_Life):
+class _AnotherLife(Life):
     """For one more who watches at the same time."""
 
     __slots__ = ("older",)
 
-    def __init__(self, older: _Life) -> None:
+    def __init__(self, older: Life) -> None:
         self.older = older
 
 
@@ -50,11 +50,11 @@ def watch_storage(
 
     The watch that it gives is of this kind: a `StorageWatch`, or a subclass with more slots.
     """
-    newest: _Life | None = getattr(storage, "_gradfit_life", None)
+    newest: Life | None = getattr(storage, "_gradfit_life", None)
     if newest is None:
-        life = storage._gradfit_life = _Life()
+        life = storage._gradfit_life = Life()
         return kind(life, callback)
-    free: _Life | None = newest
+    free: Life | None = newest
     while free is not None and weakref.getweakrefcount(free):
         free = free.older
     if free is None:

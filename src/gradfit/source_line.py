@@ -31,9 +31,13 @@ def source_line() -> str:
     return line_at(source_place())
 
 
-def source_place() -> Place | None:
-    """The same, to be put in words later."""
-    frame: FrameType | None = sys._getframe(1)
+def source_place(ours: int = 1) -> Place | None:
+    """The same, to be put in words later.
+
+    Args:
+        ours: so many callers are gradfit's own; passing over them makes no objects of their frames.
+    """
+    frame: FrameType | None = sys._getframe(ours)
     is_users = _is_users.get
     # Hot: a scope asks for each root that it reads or saves.
     while frame is not None and not is_users(frame.f_code.co_filename, True):

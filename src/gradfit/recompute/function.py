@@ -70,9 +70,16 @@ def checkpoint(
     """
     keep = _take_keep(function, kwargs) if "keep" in kwargs else None
     _check_function(function, None if kwargs else len(args))
-    _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
-    read_choice(determinism_check, "determinism_check", ("default", "none"))
-    scope = CheckpointScope(getattr(function, "__name__", type(function).__name__), keep=keep)
+    if (
+        use_reentrant is not None
+        or preserve_rng_state is not True
+        or debug is not False
+        or early_stop is not True
+        or determinism_check != "default"
+    ):
+        _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
+        read_choice(determinism_check, "determinism_check", ("default", "none"))
+    scope = CheckpointScope(_name_of(function), keep=keep)
     if context_fn is None:
         with scope:
             return function(*args, **kwargs)
@@ -270,9 +277,29 @@ _CONTEXTS = "a function that returns two context managers"
 _accepted: dict[tuple[int, int | None, bool], Any] = {}
 
 
+# The same for modules, by their class: the `forward` that was found to take them.
+_accepted_forwards: dict[tuple[type, int | None], Any] = {}
+
+
+def _name_of(function: Any) -> str:
+    """A module is asked in its attributes only: to look for one that it has not takes long."""
+    if isinstance(function, torch.nn.Module):
+        return function.__dict__.get("__name__") or type(function).__name__
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def _check_function(function: Any, arguments: int | None) -> None:
     """Refuse what cannot be called so; once for each function that is called in each layer."""
-    called = function.forward if isinstance(function, torch.nn.Module) else function
+    if isinstance(function, torch.nn.Module):
+        kind = type(function)
+        if "forward" not in function.__dict__:
+            if _accepted_forwards.get((kind, arguments)) is not kind.forward:
+                read_callable(function, "function", "the function to call", arguments=arguments)
+                _accepted_forwards[kind, arguments] = kind.forward
+            return
+        called = function.forward
+    else:
+        called = function
     code = getattr(called, "__code__", None)
     key = (id(code), arguments, hasattr(called, "__self__"))
     if _accepted.get(key) is None or hasattr(called, "__wrapped__"):

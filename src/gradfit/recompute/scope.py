@@ -124,7 +124,7 @@ class CheckpointScope:
         use_recomputation: bool = True,
         keep: KeepPolicy | Iterable[str] | None = None,
     ) -> None:
-        policy, names = _read_keep(keep)
+        policy, names = (None, None) if keep is None else _read_keep(keep)
         self._name = read_text(name, "name", "for example 'encoder'")
         self._is_enabled = read_flag(enabled, "enabled")
         self._use_recomputation = read_flag(use_recomputation, "use_recomputation")
@@ -197,7 +197,7 @@ class CheckpointScope:
 
     @untraced
     def _open(self, frames: list[Any]) -> None:
-        if not self.is_enabled or not torch.is_grad_enabled():
+        if not self._is_enabled or not torch.is_grad_enabled():
             frames.append((self, None, None))
             return
         if inside_functorch():
@@ -207,11 +207,12 @@ class CheckpointScope:
         if _frames.suspended:
             frames.append((self, None, None))
             return
-        self._saved = [reference for reference in self._saved if reference() is not None]
-        outer = _innermost()
+        if self._saved:
+            self._saved = [reference for reference in self._saved if reference() is not None]
+        outer = _innermost() if frames else None
         if outer is not None:
             self._open_inside(outer, frames)
-        elif self.use_recomputation:
+        elif self._use_recomputation:
             self._open_outermost(frames)
         else:
             frames.append((self, None, None))
@@ -229,7 +230,8 @@ class CheckpointScope:
         recorder = Recorder(segment, _Keep() if self._has_policy else None)
         frames.append((self, segment, recorder))
         recorder.__enter__()
-        _ask_for(self, recorder)
+        if recorder.policy is not None:
+            _ask_for(self, recorder)
 
     @untraced
     def _open_inside(self, recorder: Recorder, frames: list[Any]) -> None:
@@ -365,8 +367,6 @@ class CheckpointScope:
 
 def _read_keep(keep: Any) -> tuple[KeepPolicy | None, frozenset[str] | None]:
     """A scope's `keep` as a policy, or as names."""
-    if keep is None:
-        return None, None
     if not callable(keep) and isinstance(keep, Iterable) and not isinstance(keep, str | bytes):
         instead = "keep=['qkv'], names that gf.name gave"
         names = enumerate(read_list(keep, "keep", instead))
@@ -414,7 +414,8 @@ def _leave(*error: Any) -> None:
     active = recorder or _innermost()
     try:
         if segment is not None and active is not None:
-            _forget_policy(scope, active)
+            if active.policy is not None:
+                _forget_policy(scope, active)
             if recorder is not None:
                 recorder.__exit__(*error)
             elif segment.parent is not None:

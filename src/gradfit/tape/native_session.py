@@ -109,7 +109,7 @@ def _connect(native: Any) -> None:
             "usual_excluded": usual_keys[1],
             "thread": _torch_listen._thread,
             "Link": _torch_listen._Link,
-            "Life": _torch_storage._Life,
+            "Life": _torch_storage.Life,
             "StorageWatch": _torch_storage.StorageWatch,
             "watch_storage": _torch_storage.watch_storage,
             "Tensor": torch.Tensor,

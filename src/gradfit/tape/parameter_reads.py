@@ -69,9 +69,6 @@ class ParameterReads:
         reads = chain.from_iterable(map(_alive, self.by_storage.values()))
         return next((read.content for read in reads if read.overwritten), None)
 
-    def clear(self) -> None:
-        self.by_storage.clear()
-
 
 def _first_alive(references: Iterable[weakref.ref[ParameterRef]]) -> ParameterRef | None:
     return next(iter(_alive(references)), None)

@@ -29,6 +29,7 @@ from gradfit.tape.written_slices import is_small_slice
 
 # How such a result was written is of no use: it will not be made again by its operation.
 _NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})
+_MOVED_OUT = frozenset({OFFLOAD, PACK})
 _Choices = Sequence[Choice] | None
 
 
@@ -105,10 +106,13 @@ class WriteRecorder:
 
     def _run_on_unknown(self, func: Any, info: OpInfo, args: Any, kwargs: Any, key: int) -> Any:
         """Unknown before, unknown after: a counter of batches, mostly."""
-        self._table.before_write(key, args[0], None)
+        target = args[0]
+        self._table.before_write(key, target, None)
         out = info.call(*args, **kwargs)
-        _, choices = self._decisions.of(func, info, args, kwargs, out)
-        self._table.move_out_written((args[0],), choices)
+        if self._decisions.policy is not None:
+            choices = self._decisions.choices_for(func, [target], args, kwargs)
+            if choices is not None and choices[0] in _MOVED_OUT:
+                self._table.move_out_written((target,), choices)
         return out
 
     # -------------------------------------------------------------------------------- any operation

@@ -61,6 +61,7 @@ from gradfit.tape.values import (
     TapeOperation,
     TapeValue,
     new_slice,
+    scratch,
 )
 
 _Tensor = torch.Tensor
@@ -478,5 +479,5 @@ def _with_scratch(info: OpInfo, args: Any) -> list[Any]:
     for place in info.scratch:
         statistics = args[place]
         if isinstance(statistics, _Tensor):
-            replaced[place] = Scratch(statistics.shape, statistics.dtype)
+            replaced[place] = scratch(statistics.shape, statistics.dtype, place)
     return replaced

@@ -187,10 +187,17 @@ def _has_reader_to_run(value: TapeValue, tape: Tape) -> bool:
 def _is_to_run(op: TapeOperation, tape: Tape) -> bool:
     if op.unwanted == tape.epoch:
         return False
-    if len(op.outputs) >= _MANY and not isinstance(op.outputs, deque):
-        op.outputs = deque(op.outputs)
-    if _any_wanted(op.outputs, _is_to_be_made, tape):
-        return True
+    outputs = op.outputs
+    if len(outputs) < _MANY:  # as `_any_wanted`, written out: this is hot
+        for reference in outputs:
+            value = None if reference is None else reference()
+            if value is not None and value.tensor is None and _wanted(value, tape, set(), {}):
+                return True
+    else:
+        if not isinstance(outputs, deque):
+            outputs = op.outputs = deque(outputs)
+        if _any_wanted(outputs, _is_to_be_made, tape):
+            return True
     op.unwanted = tape.epoch
     return False
 
@@ -411,13 +418,16 @@ class _Sweep:
     its last use.
     """
 
-    __slots__ = ("_asked", "reads_left", "retained", "rewound", "target", "tensors")
+    __slots__ = (
+        "_asked", "_throw_away", "reads_left", "retained", "rewound", "target", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self, target: TapeValue, operations: list[TapeOperation], retained: set[TapeValue]
     ) -> None:
         self.target, self.retained = target, retained
         self.rewound = Rewound()
+        self._throw_away: dict[Scratch, torch.Tensor] = {}
         self.reads_left = _reads_of(operations)
         self._asked = {target, *self.reads_left, *retained}
         # What is there now. What was cached and is read here is pinned: memory may run short on the
@@ -460,8 +470,13 @@ class _Sweep:
                 if tensor is None:
                     tensor = content(value)
                 args.append(shaped(tensor, argument.geometry))
+            elif kind is Scratch:
+                throw_away = self._throw_away.get(argument)
+                if throw_away is None:
+                    throw_away = self._throw_away_tensor(argument, args)
+                args.append(throw_away)
             else:
-                args.append(self._argument(argument, op))
+                args.append(self._argument(argument))
         if op.kwargs or op.random_state is not None or op.info.grad_mode:
             out = self._call(op, args)
         else:
@@ -494,7 +509,7 @@ class _Sweep:
                 covered[old] = tensor
                 tensor = tensors[old] = _copy_of(old, tensor)
             private[old] = tensor
-        args = [each if type(each) in ATOMS else self._argument(each, op) for each in op.args]
+        args = [each if type(each) in ATOMS else self._argument(each) for each in op.args]
         out = self._call(op, args)
         del args
         _uncover(tensors, covered)
@@ -543,7 +558,7 @@ class _Sweep:
     def _call(self, op: TapeOperation, args: list[Any]) -> Any:
         call = op.info.call or op.func
         kwargs = {
-            name: argument if type(argument) in ATOMS else self._argument(argument, op)
+            name: argument if type(argument) in ATOMS else self._argument(argument)
             for name, argument in op.kwargs.items()
         }
         if op.random_state is not None:
@@ -554,7 +569,7 @@ class _Sweep:
                 return call(*args, **kwargs)
         return call(*args, **kwargs)
 
-    def _argument(self, reference: Any, op: TapeOperation) -> Any:
+    def _argument(self, reference: Any) -> Any:
         """An argument as it was: what stands for a tensor becomes one."""
         kind = type(reference)
         if kind is TapeValue:
@@ -566,15 +581,23 @@ class _Sweep:
         if kind is list:
             if reference and type(reference[0]) is int:
                 return reference
-            return [self._argument(item, op) for item in reference]
-        if kind is Scratch:
-            return self._throw_away_tensor(reference, op)
+            return [self._argument(item) for item in reference]
         return reference
 
-    def _throw_away_tensor(self, like: Scratch, op: TapeOperation) -> torch.Tensor:
-        """For hidden state that an operation updates, on the device of its first argument."""
-        device = self._argument(op.args[0], op).device
-        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    def _throw_away_tensor(self, scratch: Scratch, before: list[Any]) -> torch.Tensor:
+        """For hidden state that operations of this sweep update, on the device of the first
+        argument. Where an argument before it is alike, as a weight is, torch makes one like that in
+        half the time.
+        """
+        shape, dtype = scratch.shape, scratch.dtype
+        for argument in before:
+            if isinstance(argument, torch.Tensor) and argument.shape == shape:
+                made = torch.empty_like(argument, dtype=dtype)
+                break
+        else:
+            made = torch.zeros(shape, dtype=dtype, device=before[0].device)
+        self._throw_away[scratch] = made
+        return made
 
     def _tensor(self, value: TapeValue) -> torch.Tensor:
         tensor = self.tensors.get(value)

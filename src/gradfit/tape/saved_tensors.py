@@ -40,7 +40,7 @@ from gradfit.tape.values import (
     new_handle,
     shaped,
 )
-from gradfit.tape.version_counters import version_of
+from gradfit.tape.version_counters import UNCOUNTED, version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
 _Tensor = torch.Tensor
@@ -234,12 +234,19 @@ class SavedTensors:
         return part_of(value, place_of(tensor)) if is_small_slice(tensor) else None
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
-        if is_view_of_parameter(tensor):
+        """Hot: running statistics come here, too."""
+        if tensor._base is not None and is_view_of_parameter(tensor):
             return (tensor, tensor._version)
+        try:
+            version = tensor._version
+        except RuntimeError:  # made under inference mode
+            version = UNCOUNTED
         if self._table.segment.scope is None:
-            return (detached(tensor), version_of(tensor))
-        self._count_kept(tensor)
-        return (detached(tensor), version_of(tensor), source_place())
+            return (make_alias(_Tensor, tensor), version)
+        key = storage_key(tensor)
+        if key not in self._counted:
+            self._count_kept(tensor)
+        return (make_alias(_Tensor, tensor), version, source_place(2))
 
     def _handle(
         self,

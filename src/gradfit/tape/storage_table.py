@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
-from gradfit._torch_storage import watch_storage
+from gradfit._torch_storage import Life, StorageWatch, watch_storage
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_place
 from gradfit.tape.dropout_mask import pack
@@ -29,7 +29,7 @@ from gradfit.tape.storage import (
     parts_of,
     place_of,
 )
-from gradfit.tape.unwatched import copy_span, has_one_owner, is_unwatched, share_memory
+from gradfit.tape.unwatched import copy_span, is_unwatched, share_memory
 from gradfit.tape.unwatched_reads import UnwatchedReads
 from gradfit.tape.values import (
     NOT_UNPACKED,
@@ -115,9 +115,9 @@ class StorageTable:
         """The recording is over. The graph's saved tensors still hold what refers to this table."""
         self.values.clear()
         self.roots.clear()
-        self.parameters.clear()
-        self.unwatched.clear()
-        self.split_results.clear()
+        self.parameters.by_storage.clear()
+        self.unwatched.by_storage.clear()
+        self._split_results.clear()
         self.inherited.clear()
         self._offload = self._recorded = None
 
@@ -256,7 +256,7 @@ class StorageTable:
         value.write_pending = False
         self.roots[value.key] = weakref.ref(value)
         if self.segment.scope is not None:
-            value.rare_facts().read_at = source_place()
+            value.rare_facts().read_at = source_place(2)
 
     def hold_unwritten(
         self, value: TapeValue, tensor: torch.Tensor, alias: Any = detached_in_dispatch
@@ -306,7 +306,12 @@ class StorageTable:
             geometry = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         except RuntimeError:  # rule 5: a nested tensor
             return None
-        watch = watch_storage(tensor.untyped_storage(), self._note_death)
+        storage: Any = tensor.untyped_storage()
+        if getattr(storage, "_gradfit_life", None) is None:  # as `watch_storage`
+            life = storage._gradfit_life = Life()
+            watch = StorageWatch(life, self._note_death)
+        else:
+            watch = watch_storage(storage, self._note_death)
         watch.key = key
         try:
             version, forward_tensor = tensor._version, _reference_to(tensor)
@@ -437,7 +442,7 @@ class StorageTable:
         if self.unwatched.by_storage:
             for value in self.unwatched.values_in(key):
                 self.copy_value(value)
-        if not has_one_owner(target):
+        if not target.untyped_storage().resizable():  # `has_one_owner`, written out
             self._forget_sharing(target)
 
     def _forget_sharing(self, target: torch.Tensor) -> None:

@@ -24,7 +24,9 @@ def results_of(info: OpInfo, args: Any, kwargs: Any, out: Any) -> list[torch.Ten
     if info.view:
         return []
     results = written_tensors(info, args, kwargs) if info.writes else []
-    for returned in _new_returns(info, out):
+    aliased = info.aliased_returns
+    is_new = aliased is not None and len(aliased) > 1 and True not in aliased
+    for returned in out if is_new else _new_returns(info, out):
         if isinstance(returned, _Tensor):
             results.append(returned)
         elif isinstance(returned, list | tuple):

@@ -44,9 +44,6 @@ class UnwatchedReads:
             if (value := reference()) is not None:
                 yield value
 
-    def clear(self) -> None:
-        self.by_storage.clear()
-
 
 def _holds(value: TapeValue, tensor: torch.Tensor, digest: bytes | None) -> bool:
     if value.tensor is None:

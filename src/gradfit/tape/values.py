@@ -13,6 +13,7 @@ of the loss, frees a handle, whatever only that handle needed dies with it. Link
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -318,13 +319,22 @@ class ParameterRef:
 
 
 class Scratch:
-    """An argument whose content is not read but written to: replay gives it a throw-away tensor."""
+    """An argument whose content is not read but written to: replay gives it a throw-away tensor, one
+    for all that are the same object. Made by `scratch`.
+    """
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "place", "shape")
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, place: int) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.place = place  # among the arguments: those of one operation get different tensors
+
+
+@functools.lru_cache(maxsize=1024)
+def scratch(shape: torch.Size, dtype: torch.dtype, place: int) -> Scratch:
+    """The same for all operations whose hidden state is alike."""
+    return Scratch(shape, dtype, place)
 
 
 class Tape:

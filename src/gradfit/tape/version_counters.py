@@ -87,9 +87,6 @@ class SplitResults:
                 alive = _alive(self.by_storage.get(key, {}))
                 self.by_storage[key] = alive | {id(tensor): SplitResult(tensor)}
 
-    def clear(self) -> None:
-        self.by_storage.clear()
-
 
 def _alive(results: dict[int, SplitResult]) -> dict[int, SplitResult]:
     return {identity: one for identity, one in results.items() if one.tensor() is not None}
