@@ -1,10 +1,11 @@
 """What the tape costs in two trees of gradfit, by turns: `python benchmarks/tape_before_after.py
-BEFORE AFTER [--pairs 3] [--steps 200]`, each the root of a checkout.
+BEFORE AFTER [--pairs 3] [--steps 200] [--larger]`, each the root of a checkout.
 
 Both trees run the steps of their own `benchmarks/tape.py`, each in a child process; the two take
 turns after every single step, so that whatever disturbs the machine disturbs both. Printed is the
 least CPU time of each step, and the median of the ratios of neighbours. Several pairs of processes
-are started one after the other: where the memory of a process lies makes a difference, too.
+are started one after the other: where the memory of a process lies makes a difference, too. With
+`--larger` the models are the larger ones of `benchmarks/tape.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 WARM_UP = 5
 
 
-def serve() -> None:
+def serve(larger: bool) -> None:
     """In a child: run the step that is asked for, and answer with its seconds."""
     import torch
     from fair import one_thread
@@ -36,6 +37,13 @@ def serve() -> None:
         "tiny GPT-2": ([Block(64, 4) for _ in range(12)], torch.randn(1, 16, 64)),
         "tiny ResNet": ([Bottleneck(32) for _ in range(12)], torch.randn(1, 32, 8, 8)),
     }
+    if larger:
+        cases = {
+            "24 × 128, 8 × 128": ([Block(128, 4) for _ in range(24)], torch.randn(8, 128, 128)),
+            "small ResNet": ([Bottleneck(64) for _ in range(8)], torch.randn(8, 64, 32, 32)),
+            "ResNet": ([Bottleneck(256) for _ in range(8)], torch.randn(16, 256, 28, 28)),
+            "GPT-2": ([Block(256, 8) for _ in range(12)], torch.randn(16, 256, 256)),
+        }
     steps: dict[str, Callable[[], None]] = {
         f"{title}, {name}": step
         for title, (blocks, x) in cases.items()
@@ -52,10 +60,10 @@ def serve() -> None:
 class Child:
     """A process that runs the steps of one tree."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, options: list[str]) -> None:
         paths = [str(tree / "src"), str(tree / "benchmarks")]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--serve"],
+            [sys.executable, "-P", __file__, "--serve", *options],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,10 +92,10 @@ def commit_of(tree: Path) -> str:
     return done.stdout.strip() or tree.name
 
 
-def compare(trees: list[Path], pairs: int, count: int, only: str) -> None:
+def compare(trees: list[Path], pairs: int, count: int, only: str, options: list[str]) -> None:
     taken: dict[str, tuple[list[float], list[float]]] = {}
     for _ in range(pairs):
-        children = [Child(tree) for tree in trees]
+        children = [Child(tree, options) for tree in trees]
         for step in children[0].steps:
             if only not in step:
                 continue
@@ -124,14 +132,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", default="", help="steps with this in their name")
+    parser.add_argument("--larger", action="store_true", help="the larger shapes of tape.py")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve()
+        serve(given.larger)
         return
     if len(given.trees) != 2:
         parser.error("give two checkouts: before and after")
-    compare([tree.resolve() for tree in given.trees], given.pairs, given.steps, given.only)
+    options = ["--larger"] if given.larger else []
+    trees = [tree.resolve() for tree in given.trees]
+    compare(trees, given.pairs, given.steps, given.only, options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from gradfit.tape.decisions import Decisions
 from gradfit.tape.operators import OpInfo
 from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
 from gradfit.tape.storage_table import (
+    ATOMS,
     NO_KWARGS,
     Results,
     StorageTable,
@@ -96,7 +97,9 @@ class WriteRecorder:
         references: list[Any] = [old]
         named = NO_KWARGS
         try:
-            if len(args) > 1:
+            if len(args) == 2 and type(args[1]) in ATOMS:
+                references.append(args[1])
+            elif len(args) > 1:
                 references += self._table.refer_all(args[1:], inputs)
             if kwargs:
                 named = self._table.refer_kwargs(kwargs, inputs)

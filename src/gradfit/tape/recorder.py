@@ -411,7 +411,7 @@ class Recorder:
         results: list[torch.Tensor] | None,
     ) -> None:
         for _, _, key in new[1:]:
-            if key in self._values or self.table.root(key) is not None:
+            if key in self._values or (key in self._roots and self.table.root(key) is not None):
                 return  # it gave back a tensor that was there before
         if choices is not None and results is not None and len(choices) != len(new):
             choices = choices_for(new, choices, results)
@@ -434,11 +434,14 @@ def _new_results(out: Any, inputs: list[TapeValue]) -> Results:
     """Of several results, those that do not lie in an input's storage."""
     given = {value.key for value in inputs}
     new: Results = []
-    for position, tensor in enumerate(flat_results(out)):
-        if type(tensor) is _Tensor:
+    for position, tensor in enumerate(out if type(out) is tuple else flat_results(out)):
+        kind = type(tensor)
+        if kind is _Tensor:
             key = storage_key(tensor)
             if key not in given:
                 new.append((position, tensor, key))
+        elif kind is list or kind is tuple:
+            return _new_results(flat_results(out), inputs)
         elif isinstance(tensor, _Tensor):
             raise Untrackable
     return new

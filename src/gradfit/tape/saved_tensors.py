@@ -194,6 +194,15 @@ class SavedTensors:
         """`pack` where somebody has written to the storage since its operation returned it, or
         nobody ever has.
         """
+        if (
+            value.unwritten is None
+            and tensor._base is None
+            and value.forward_tensor() is tensor
+            and value.op is not None
+            and not value.op.slices
+            and self._present(value, tensor) is value
+        ):  # hot: all of what a method has written to
+            return self._handle(value, None, tensor, tensor)
         if value.position < 0 and is_view_of_parameter(tensor):
             return self._pack_root(tensor)
         try:

@@ -319,8 +319,8 @@ class ParameterRef:
 
 
 class Scratch:
-    """An argument whose content is not read but written to: replay gives it a throw-away tensor, one
-    for all that are the same object. Made by `scratch`.
+    """An argument whose content is not read but written to: replay gives it a throw-away tensor,
+    the same one for all that are the same object. Made by `scratch`.
     """
 
     __slots__ = ("dtype", "place", "shape")
