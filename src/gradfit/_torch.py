@@ -110,6 +110,31 @@ def current_node() -> Node | None:
     return node
 
 
+def nodes_behind(loss: torch.Tensor) -> list[Any]:
+    """Each node of a graph once, none before one that comes to it: as backward would run them."""
+    seen: set[Any] = {loss.grad_fn} - {None}
+    left = list(seen)
+    while left:
+        new = {one for one, _ in left.pop().next_functions if one is not None} - seen
+        seen |= new
+        left += new
+    return sorted(seen, key=lambda node: -int(node._sequence_nr()))
+
+
+def let_go_of_graph(nodes: list[Any]) -> None:
+    """Free autograd's nodes one after the other, those that ran first in backward first; nobody
+    else may hold the loss any more. Empties the list.
+
+    A node that Python has seen is freed by its Python object, which frees the next one inside of
+    itself: some 30,000 of them in a row overflow the stack, and the process dies (seen in torch
+    2.13; nodes without Python objects are freed one by one). Where each is held by the list until
+    those before it are gone, nothing is freed inside of anything.
+    """
+    nodes.reverse()
+    while nodes:
+        nodes.pop()
+
+
 def forward_stack(node: Node) -> list[str]:
     """Who called the operation, as `torch.autograd.set_detect_anomaly(True)` notes it; else
     nothing.

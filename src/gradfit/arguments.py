@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradfit.errors import InvalidParameter
+from gradfit.errors import InvalidParameter, MisuseError
 
 Number = int | float
 T = TypeVar("T")
@@ -266,6 +267,7 @@ def check_arguments(
     False.
     """
     read_instance(model, "model", torch.nn.Module, "the torch.nn.Module to train")
+    _check_depth(model)
     read_callable(
         loss_fn, "loss_fn", "a function loss_fn(model, batch) that returns the loss", arguments=2
     )
@@ -279,6 +281,19 @@ def check_arguments(
     for name, value in flags.items():
         read_flag(value, name)
     return loss_fn  # type: ignore[no-any-return]
+
+
+def _check_depth(model: torch.nn.Module) -> None:
+    """torch walks modules inside modules by recursion, whatever is asked of them."""
+    try:
+        for _ in model.modules():
+            pass
+    except RecursionError:
+        raise MisuseError(
+            "model has modules inside modules deeper than Python lets torch walk"
+            f" (sys.getrecursionlimit() is {sys.getrecursionlimit()}), so nothing was run. Call"
+            " sys.setrecursionlimit(…) with some times its depth first."
+        ) from None
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -38,6 +38,7 @@ def whole(content: Any) -> Whole:
 
 # what is most common and holds nothing
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_TENSORS = frozenset({torch.Tensor})
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
@@ -50,8 +51,17 @@ def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
     for item in walk:
         if isinstance(item, torch.Tensor):
             yield item
+        elif _holds_tensors_alone(item):
+            yield from item
         else:
             walk.enter(item)
+
+
+def _holds_tensors_alone(nest: Any) -> bool:
+    """Whether it is a list or tuple of plain tensors: of thousands of them nothing more need be
+    asked one by one.
+    """
+    return isinstance(nest, list | tuple) and _TENSORS.issuperset(map(type, nest)) and bool(nest)
 
 
 class _NestWalk:
@@ -160,6 +170,36 @@ def _is_plain_tensor(batch: Any) -> bool:
 
 
 def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") -> int:
+    rows = _common_rows(batch, holders)
+    return _size_by_entries(batch, holders, name) if rows is None else rows
+
+
+def _common_rows(batch: Any, holders: Mapping[int, Any]) -> int | None:
+    """The rows on which all that has rows agrees; None if it does not, or something cannot be cut:
+    what is wrong, and where, is then looked for entry by entry.
+    """
+    sizes: set[int] = set()
+    has_tensor = False
+    left = [batch]
+    while left:
+        nest = left.pop()
+        tensors = nest if _holds_tensors_alone(nest) else (nest,)
+        if isinstance(tensors[0], torch.Tensor):
+            if {tensor.layout for tensor in tensors} != {torch.strided}:
+                return None
+            found = {tensor.shape[0] for tensor in tensors if tensor.ndim}
+            has_tensor |= bool(found)
+            sizes |= found
+        elif isinstance(nest, np.ndarray):
+            sizes |= {*nest.shape[:1]}
+        elif _is_row_list(nest, holders):
+            sizes.add(len(nest))
+        elif not isinstance(nest, Whole) and type(nest) not in _ATOMS:
+            left += [item for _, item, _ in _named_items(nest)]
+    return sizes.pop() if has_tensor and len(sizes) == 1 else None
+
+
+def _size_by_entries(batch: Any, holders: Mapping[int, Any], name: str) -> int:
     entries = _entries(batch, holders)
     _check_layouts(entries, name)
     tensors = [entry for entry in entries if entry.is_tensor]
@@ -246,6 +286,9 @@ def _holders(nest: Any) -> dict[int, Any]:
     for item in walk:
         if isinstance(item, torch.Tensor | np.ndarray | Whole):
             walk.note_holders(holders)
+        elif _holds_tensors_alone(item):
+            holders[id(item)] = item
+            walk.note_holders(holders)
         else:
             walk.enter(item)
     return holders
@@ -286,6 +329,8 @@ def _replaced(item: Any, holders: Mapping[int, Any], function: Callable[[Any], A
         return function(item) if item.ndim else item
     if isinstance(item, Whole):
         return item
+    if type(item) is list and _holds_tensors_alone(item):
+        return [function(tensor) if tensor.ndim else tensor for tensor in item]
     return function(item) if _is_row_list(item, holders) else _INSIDE
 
 
@@ -299,7 +344,7 @@ def unmarked(nest: Any) -> Any:
     for item in walk:
         if isinstance(item, Whole):
             return _without_marks(nest)
-        if not isinstance(item, torch.Tensor):
+        if not isinstance(item, torch.Tensor) and not _holds_tensors_alone(item):
             walk.enter(item)
     return nest
 
@@ -331,12 +376,16 @@ def pick_rows(batch: Any, order: list[int]) -> Any:
     >>> pick_rows({"x": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0])
     {'x': tensor([2, 0]), 'text': ['c', 'a']}
     """
-    return _map_rows(batch, _holders(batch), lambda item: _rows_in_order(item, order))
+    indices: dict[torch.device, torch.Tensor] = {}
+    return _map_rows(batch, _holders(batch), lambda item: _rows_in_order(item, order, indices))
 
 
-def _rows_in_order(item: Any, order: list[int]) -> Any:
+def _rows_in_order(item: Any, order: list[int], indices: dict[torch.device, torch.Tensor]) -> Any:
+    """The rows of one entry; `indices` are the order as a tensor, made once for each device."""
     if isinstance(item, torch.Tensor):
-        return item[torch.tensor(order, device=item.device)]
+        if item.device not in indices:
+            indices[item.device] = torch.tensor(order, device=item.device)
+        return item[indices[item.device]]
     return item[order] if isinstance(item, np.ndarray) else type(item)(item[row] for row in order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from gradfit import tree
+import gradfit as gf
+from gradfit import meter, tree
 from gradfit.errors import MisuseError
 from gradfit.tree import (
     leaves,
@@ -173,3 +176,26 @@ def test_the_place_of_a_wrong_length_is_said() -> None:
         MisuseError, match=r"\['rest'\]\[0\]\.rest\['names'\] has length 2, \['x'\] has 3 rows"
     ):
         size_of_batch(batch)
+
+
+def test_a_deep_nest_is_metered() -> None:
+    batch = _deep([torch.ones(6), torch.ones(2)])
+    with meter(batch) as live:
+        assert live.current_bytes == 4 * 8
+
+
+def test_a_meter_refuses_what_holds_itself() -> None:
+    circle: dict[str, Any] = {"x": torch.ones(2)}
+    circle["in"] = [circle]
+    with pytest.raises(MisuseError, match="a dict that holds itself"):
+        meter(circle)
+
+
+def test_a_model_of_modules_deeper_than_torch_can_walk_is_refused() -> None:
+    model: nn.Module = nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    for _ in range(sys.getrecursionlimit()):
+        model = nn.Sequential(model)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(MisuseError, match="setrecursionlimit"):
+        gf.fit(model, optimizer, lambda model, x: model(x).mean(), torch.ones(2, 2), memory=10**6)

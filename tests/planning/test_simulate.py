@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planning_graphs import random_plan, random_profile, transformer
 from planning_reference import Reference
 
-from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
+from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator, simulate
 from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
 from gradfit.profiling.step_graph import Graph
 
@@ -40,6 +40,7 @@ def test_it_does_what_the_reference_does(
     assert math.isinf(result.extra_seconds) == math.isinf(reference.seconds)
     assert max(now for _, _, now in timeline) == result.peak_bytes
     assert simulate(graph, actions, segments) == result
+    assert result.peak_bytes >= Simulator(graph).least_peak_bytes
 
 
 def chain(actions_of: str) -> tuple[Graph, list[int]]:

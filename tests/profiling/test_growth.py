@@ -5,6 +5,8 @@ operations, not seconds.
 from __future__ import annotations
 
 import cProfile
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import gradfit as gf
 from gradfit.planning.simulate import Simulator
 from gradfit.profiling import measure
 from gradfit.profiling.trace import Trace
+from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
 
 class _Chain(nn.Module):
@@ -64,18 +67,24 @@ def test_a_profile_watches_as_much_per_operation_however_many_there_are(
     assert per_operation[1] < 60
 
 
-def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    simulated = [0]
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operations were simulated."""
+    count = [0]
     run = Simulator.run
 
     def counting(self: Simulator, *args: Any, **options: Any) -> Any:
         result = run(self, *args, **options)
-        simulated[0] += len(self.graph.op_inputs) + sum(result.replays)
+        count[0] += len(self.graph.op_inputs) + sum(result.replays)
         return result
 
     monkeypatch.setattr(Simulator, "run", counting)
+    return count
+
+
+def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
+    simulated: list[int],
+) -> None:
     per_operation = []
     for rounds in (400, 1600):
         profile = gf.profile(_Chain(rounds), _loss, torch.rand(8, 4))
@@ -84,6 +93,34 @@ def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
         gf.plan(profile, memory=kept.peak_bytes - kept.kept_bytes // 2)
         per_operation.append(simulated[0] / len(profile.operations))
     assert per_operation[1] < 1.5 * per_operation[0]
+
+
+def _small_layers(number: int) -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(number)])
+
+
+def test_a_budget_that_layers_cannot_hold_is_refused_after_as_much_for_each_of_them(
+    simulated: list[int],
+) -> None:
+    """Of blocks that repeat, pieces are cut alike and solved once, however many there are."""
+    per_operation = []
+    for layers in (300, 600):
+        profile = gf.profile(_small_layers(layers), _loss, torch.rand(8, 4))
+        kept = gf.plan(profile, memory="1 GiB")
+        simulated[0] = 0
+        with pytest.raises(gf.BudgetInfeasible):
+            gf.plan(profile, memory=kept.peak_bytes // 2)
+        per_operation.append(simulated[0] / len(profile.operations))
+    assert per_operation[1] < 1.15 * per_operation[0]
+    assert per_operation[1] < 300
+
+
+def test_less_memory_than_any_plan_can_hold_is_not_searched_for(simulated: list[int]) -> None:
+    profile = gf.profile(_small_layers(50), _loss, torch.rand(1, 4))
+    simulated[0] = 0
+    # most of its peak are gradients: no plan has a twentieth less
+    assert gf.plan(profile, memory="1 GiB").less_memory is None
+    assert simulated[0] == len(profile.operations)
 
 
 def _calls(run: Callable[[], Any]) -> tuple[int, Any]:
@@ -133,3 +170,58 @@ def test_fit_and_a_step_call_as_much_for_each_of_what_there_is(
         steps.append(_calls(lambda: step(batch))[0] / size)  # noqa: B023
     assert fits[1] < 1.1 * fits[0]
     assert steps[1] < 1.1 * steps[0]
+
+
+def test_walking_a_list_of_tensors_calls_nothing_of_pythons_for_each() -> None:
+    batch = {"x": torch.rand(8, 4), "more": [torch.rand(8) for _ in range(1000)]}
+    for walk in (size_of_batch, unmarked, leaves):
+        assert _calls(lambda: walk(batch))[0] < 100  # noqa: B023
+    assert _calls(lambda: next(split_batch(batch, 2)))[0] < 1100  # one for each that is cut
+
+
+# In a thread of little stack, so that few nodes are enough, with bounds that are as much smaller:
+# with a stack as it usually is, it is some 30,000 nodes.
+_LONG_GRAPHS = """
+import threading
+import torch
+from torch import nn
+import gradfit as gf
+from gradfit.batches import denominator
+
+denominator._LONGEST_WAY = 700
+
+def of_many_operations(model, x):
+    y = model(x)
+    for _ in range(5000):
+        y = torch.sin(y)
+    return y.square().mean()
+
+def of_many_numbers(model, x):
+    y = model(x).square().mean()
+    for _ in range(5000):
+        y = y * 1.0
+    return y
+
+def run(loss_fn):
+    model = nn.Linear(4, 4)
+    profile = gf.profile(model, loss_fn, torch.rand(2, 4), memory_bytes=MEMORY)
+    print(len(profile.operations) >= 5000)
+
+threading.stack_size(512 * 1024)
+for loss_fn in (of_many_operations, of_many_numbers):
+    thread = threading.Thread(target=run, args=(loss_fn,))
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("memory", ["None", "700_000"])
+def test_a_graph_of_many_nodes_is_watched_and_freed(memory: str) -> None:
+    """Nodes that Python has seen free each other, one inside of the other, until the stack is full:
+    then the process dies.
+    """
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", _LONG_GRAPHS.replace("MEMORY", memory)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]

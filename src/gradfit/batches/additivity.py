@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import is_out_of_memory, let_go_of_graph, nodes_behind
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.additivity_verdict import judge
@@ -396,7 +396,11 @@ class _Measurement:
         with runner.saving():
             loss = runner.forward(part).loss
         hooks = ["a hook that the loss function sets"] if runner.sets_hooks else []
-        return tuple(hooks + gradient_changers(runner.model, loss))
+        nodes = nodes_behind(loss)
+        del loss
+        found = gradient_changers(runner.model, nodes)
+        let_go_of_graph(nodes)
+        return tuple(hooks + found)
 
     def _nudged(self) -> contextlib.AbstractContextManager[None]:
         return slightly_changed(self._runner.model, 4 * self._runner.rounding, 0.0)

@@ -32,6 +32,8 @@ _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 # A penalty on every parameter is a term for each of them; a loss of more terms than this is a sum
 # over items written in Python.
 _MOST_TERMS = 10_000
+# nodes one behind the other: more that Python has seen cannot be freed (`let_go_of_graph`)
+_LONGEST_WAY = 12_000
 _MOST_NAMED = 6  # terms that differ, in a message
 _NARROW = torch.tensor(1.0, dtype=torch.float16)
 
@@ -172,7 +174,7 @@ class _Walk:
         return bool(self.paths) and len(self.terms) + len(self.unknown) < _MOST_TERMS
 
     def follow(self, path: _GraphPath) -> None:
-        rule = _RULES.get(path.node.name())
+        rule = _RULES.get(path.node.name()) if path.length < _LONGEST_WAY else None
         reached = None if rule is None else rule(path)
         if reached is None:
             self.unknown.append(path.node.name())
@@ -194,6 +196,7 @@ class _GraphPath(NamedTuple):
     reader: ScalarReader | None = None
     value: float | None = None  # what comes this way to the loss
     floor: Floor | None = None  # of the divisor
+    length: int = 0  # nodes before this one
 
     def with_value(self, otherwise: float | None = None) -> _GraphPath:
         """With what comes this way to the loss, if the node's own result was seen."""
@@ -212,7 +215,10 @@ class _GraphPath(NamedTuple):
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
         divided = self.divided if divide is None else _product(self.divided, divide)
-        return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
+        length = self.length + 1
+        return [
+            self._replace(node=node, scaled=self.scaled * scale, divided=divided, length=length)
+        ]
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""

@@ -6,24 +6,24 @@ Asked only where gradients cannot be compared for want of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 # whose functions have the gradients of what they compute
 _WITH_TRUE_GRADIENTS = ("torch.", "gradfit.")
 
 
-def gradient_changers(model: nn.Module, loss: Tensor) -> list[str]:
+def gradient_changers(model: nn.Module, nodes: Iterable[Any]) -> list[str]:
     """Names of what may change gradients.
 
     Args:
         model: its hooks are looked at.
-        loss: whose graph.
+        nodes: of the loss's graph.
     """
-    own = [node.name() for node in _nodes(loss.grad_fn) if _is_own(node)]
+    own = [node.name() for node in nodes if _is_own(node)]
     return [*_hooks_of_parameters(model), *_hooks_of_modules(model), *own]
 
 
@@ -45,14 +45,3 @@ def _is_own(node: Any) -> bool:
     if not isinstance(node, BackwardCFunction):
         return False
     return not str(type(node)._forward_cls.__module__).startswith(_WITH_TRUE_GRADIENTS)  # type: ignore[attr-defined]
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Each node of a graph once."""
-    seen, left = {root}, [root]
-    while left:
-        node = left.pop()
-        yield node
-        new = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= new
-        left += new

@@ -139,6 +139,8 @@ class QuietRunner:
         run = self._describe(loss, read_denominator(loss.loss, reader))
         if self.finish is not None:
             self.finish(loss.loss)
+        del loss
+        reader.let_go()
         return run
 
     def _describe(self, loss: PartLoss, denominator: Denominator | None) -> Run:

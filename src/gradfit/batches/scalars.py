@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfit._torch import storage_key
+from gradfit._torch import let_go_of_graph, storage_key
 
 _CLAMPS = {
     getattr(space, name)
@@ -92,6 +92,12 @@ class ScalarReader(TorchFunctionMode):
             return _Clamped(first, args, kwargs).floor
         floor = self.floor_of(first) if func in _SAME else None
         return None if floor is None else lambda _: floor
+
+    def let_go(self) -> None:
+        """Forget the numbers and their nodes, the last one first; nobody else holds the loss."""
+        nodes = [*reversed(self._values)]
+        self._values.clear()
+        let_go_of_graph(nodes)
 
     def value_of(self, node: Any) -> float | None:
         """What the node's operation returned, if that was one number and was seen."""

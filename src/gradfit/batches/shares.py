@@ -215,7 +215,10 @@ class PartCounter:
         reader = ScalarReader()
         with eager_functions(), without_activations(), reader:
             result = self._loss_fn(self._model, unmarked(part))
-        return read_denominator(read_loss(result, 1).loss, reader)
+        read = read_denominator(read_loss(result, 1).loss, reader)
+        del result
+        reader.let_go()
+        return read
 
     def _items(self, part: Any, place: int) -> float:
         """Over how many items a term is that is exactly 0. A row given twice has twice as many,

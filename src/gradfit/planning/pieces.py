@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments
@@ -101,14 +101,13 @@ def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
 
 
 def _at_most(most: int, positions: list[int], crossing: list[int]) -> list[int]:
-    """No more than so many positions, spread over the graph: of each stretch the one where least
-    crosses.
+    """No more than so many positions, spread over the graph: of each few in a row the one where
+    least crosses. They are told apart by their number, not by where they are, so that blocks that
+    repeat are cut alike, and a piece is solved once for all that are like it.
     """
-    if len(positions) <= most:
-        return positions
-    stretch = (len(crossing) - 1) / most
-    stretches = groupby(positions, key=lambda position: int(position / stretch))
-    return [min(group, key=crossing.__getitem__) for _, group in stretches]
+    few = -(-len(positions) // most) or 1
+    rows = [positions[first : first + few] for first in range(0, len(positions), few)]
+    return [min(row, key=crossing.__getitem__) for row in rows]
 
 
 class Anatomy:

@@ -127,6 +127,16 @@ class Simulator:
         # after which operation a value that is not kept goes; -1: no operation makes it
         self.dies = list(map(_last_operation, graph.dies, producer))
         self.curve, self.surviving = _curve_of_keeping_nothing(graph, self.dies)
+        self.least_peak_bytes = self._least_peak()
+
+    def _least_peak(self) -> int:
+        """What no plan can stay below: the highest moment if nothing is kept and rebuilding takes
+        nothing.
+        """
+        graph = self.graph
+        in_backward = self.surviving + max(graph.node_peak, default=0)
+        beside_static = max(in_backward, graph.optimizer_burst_bytes)
+        return max([*self.curve, graph.static_bytes + beside_static])
 
     @cached_property
     def made_from(self) -> list[list[int]]:

@@ -112,6 +112,8 @@ class FastSolver:
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
+        if budget_bytes < self.simulator.least_peak_bytes:
+            return None
         by_effort = {
             "glance": self._at_a_glance,
             "chain": self._fastest_start,

@@ -583,6 +583,7 @@ class _Sampler:
             loss = _loss_without_functorch(self.step, part)
             trace.finish_forward()
             torch.autograd.backward(loss)
+            del loss
         trace.finish_backward()
         drop_gradients(model)
         return trace

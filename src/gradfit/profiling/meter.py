@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -229,18 +229,35 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
     Of a tensor that is sharded over ranks it is the part on this one; of a `fully_shard` module
     also what it has gathered, and gradients that are not reduced yet.
     """
-    if isinstance(nest, torch.Tensor):
-        yield from _with_gradient(nest)
-    elif isinstance(nest, torch.nn.Module):
-        yield from tensors_in(list(nest.parameters()))
-        yield from nest.buffers()
-        yield from fsdp.gathered_tensors(fsdp.units_of(nest))
-    elif isinstance(nest, torch.optim.Optimizer):
-        yield from tensors_in([group["params"] for group in nest.param_groups])
-        yield from tensors_in(list(nest.state.values()))
-    elif not isinstance(nest, str | bytes | int | float | complex | bool | None):
-        for item in _items_of(nest):
-            yield from tensors_in(item)
+    # Without recursion: a nest may be deeper than Python's stack.
+    open_nests: list[tuple[int, Iterator[Any]]] = [(0, iter((nest,)))]
+    around: set[int] = set()
+    while open_nests:
+        address, items = open_nests[-1]
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                yield from _with_gradient(item)
+            elif type(item) not in _WITHOUT_TENSORS:
+                if isinstance(item, torch.nn.Module):
+                    yield from item.buffers()
+                    yield from fsdp.gathered_tensors(fsdp.units_of(item))
+                _check_for_circle(item, around)
+                around.add(id(item))
+                open_nests.append((id(item), iter(_items_of(item))))
+                break
+        else:
+            open_nests.pop()
+            around.discard(address)
+
+
+_WITHOUT_TENSORS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+
+
+def _check_for_circle(nest: Any, around: Container[int]) -> None:
+    if id(nest) in around:
+        raise MisuseError(
+            f"watch: meter() was given a {type(nest).__name__} that holds itself. Pass its tensors."
+        )
 
 
 def _with_gradient(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -251,6 +268,12 @@ def _with_gradient(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 def _items_of(nest: Any) -> Iterable[Any]:
     """What a collection holds, or the fields of any other object that may hold tensors."""
+    if isinstance(nest, str | bytes | int | float | complex):
+        return ()
+    if isinstance(nest, torch.nn.Module):
+        return list(nest.parameters())
+    if isinstance(nest, torch.optim.Optimizer):
+        return [*[group["params"] for group in nest.param_groups], *nest.state.values()]
     if _is_mapping(nest):
         return list(nest.values())
     if isinstance(nest, list | tuple | set | frozenset):

@@ -276,6 +276,7 @@ def _sample(
         loss = run_part(loss_fn, model, batch).loss
         trace.finish_forward()
         torch.autograd.backward(loss)
+        del loss
     trace.finish_backward()
     for parameter in model.parameters():
         parameter.grad = None

@@ -20,7 +20,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
-from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
+from gradfit._torch import (
+    after_accumulation,
+    current_node,
+    graph_task_id,
+    let_go_of_graph,
+    storage_key,
+)
 from gradfit._torch_compile import called_module
 from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
@@ -148,6 +154,7 @@ class Trace(OperationListener):
         self._storages = 0
         self._forward = True
         self._node: Any = None
+        self._nodes: list[Any] = []  # autograd's own, in the order in which they ran
         self._backward_task: int | None = None  # autograd's number for the loss's backward pass
         self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
@@ -342,7 +349,7 @@ class Trace(OperationListener):
             self.after_forward = None
 
     def finish_backward(self) -> None:
-        """Close the last node, and let go of everything that watches."""
+        """Close the last node, and let go of everything that watches; the loss is gone by then."""
         if self.nodes:
             self.nodes[-1].after_bytes = self._other_bytes
         self._let_boundaries_go()
@@ -350,6 +357,7 @@ class Trace(OperationListener):
             self._events.read()
         self._let_survivors_go()
         self._node = self.after_forward = None
+        let_go_of_graph(self._nodes)
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
@@ -385,6 +393,7 @@ class Trace(OperationListener):
         node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
+            self._nodes.append(node)
             self._begin_node("" if node is None else node.name())
 
     def _begin_node(self, name: str) -> None:
