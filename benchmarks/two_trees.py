@@ -1,6 +1,6 @@
 """An older tree of gradfit and this one, taking turns in one process with the loop by hand.
 
-    python benchmarks/two_trees.py OLD_TREE [seconds per table]
+    python benchmarks/two_trees.py OLD_TREE [seconds per table] [accumulate | step]
 
 Both packages are loaded side by side, so that whatever the machine does beside it falls on all
 alike; turns come in an order that is drawn anew for each round. The figures are the mean CPU time
@@ -154,11 +154,12 @@ def main() -> None:
         f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()},"
         f" one thread, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
     )
-    for name in ("tiny", "small"):
+    wanted = sys.argv[3:] or ["accumulate", "step"]
+    for name in ("tiny", "small") if "accumulate" in wanted else ():
         print_table(
             f"accumulate, {name}", measure(windows(getattr(accumulate, name), trees), seconds)
         )
-    for shape in steps.SHAPES:
+    for shape in steps.SHAPES if "step" in wanted else ():
         print_table(f"step, {shape}", measure(whole_steps(shape, trees), seconds))
 
 

@@ -703,7 +703,7 @@ class ThreadState:
         self._hooks, self._modes = top_hooks(False), dispatch_modes()
         self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
-        self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS}
+        self._flags = [*map(vars(_python_dispatch).__getitem__, _MODE_FLAGS)]
 
     def restore(self) -> None:
         """Make it as it was."""
@@ -719,7 +719,7 @@ class ThreadState:
         while dispatch_modes() > self._modes:
             torch._C._pop_torch_dispatch_stack(None)
         del held
-        vars(_python_dispatch).update(self._flags)
+        vars(_python_dispatch).update(zip(_MODE_FLAGS, self._flags, strict=True))
         if _thread.innermost is not self._listener:
             _include(_KEY, self._listener is not None)
             _thread.innermost = _thread.entered_last = self._listener

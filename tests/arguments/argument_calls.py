@@ -756,6 +756,7 @@ def _() -> Good:
             "fake": is_flag,
             "hardware": is_none,
             "host_bandwidth": is_not_negative,
+            "tile": is_flag,
             "additivity": is_none,
         },
         [module],

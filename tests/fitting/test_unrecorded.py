@@ -136,6 +136,24 @@ def test_the_limit_is_of_what_autograd_saves() -> None:
         loss_fn(model, x)
 
 
+def test_what_is_no_plain_tensor_counts_as_much() -> None:
+    """The native core leaves a subclass to Python: both add to one sum, with one limit."""
+
+    class Kind(torch.Tensor):
+        pass
+
+    def run(given: torch.Tensor) -> None:
+        (torch.ones(8, requires_grad=True) * given).exp().exp().sum()
+
+    with Unrecorded() as plain:
+        run(torch.ones(8))
+    with Unrecorded() as mixed:
+        run(torch.ones(8).as_subclass(Kind))
+    assert mixed.rest.saved_bytes == plain.rest.saved_bytes > 64
+    with pytest.raises(Diverged), Unrecorded(mixed.rest.saved_bytes - 1):
+        run(torch.ones(8).as_subclass(Kind))
+
+
 def test_writes_over_what_was_saved_are_noticed_as_without_it() -> None:
     w = torch.ones(3, requires_grad=True)
     with Unrecorded():

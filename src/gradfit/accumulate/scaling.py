@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from gradfit.arguments import Number, read_gradient, read_number
 from gradfit.errors import NonFiniteGradient
 from gradfit.norms import total_norm, values_of
 
-_WIDE = (torch.float32, torch.float64)
+_kind_of = operator.attrgetter("dtype", "layout", "is_cpu")
+_USUAL = {(dtype, torch.strided, True) for dtype in (torch.float32, torch.float64)}
 
 
 class GradientScaling:
@@ -101,9 +103,8 @@ def _is_finite(values: Tensor) -> bool:
 
 def _norm(gradients: list[Tensor]) -> float:
     """The norm of all gradients, one by one where reading a number waits for nothing."""
-    for one in gradients:
-        if not (one.dtype in _WIDE and type(one) is Tensor and one.is_cpu) or one.is_sparse:
-            return total_norm(gradients).item()  # waits for the device once
+    if not (set(map(type, gradients)) <= {Tensor} and set(map(_kind_of, gradients)) <= _USUAL):
+        return total_norm(gradients).item()  # waits for the device once
     norms = _torch.norms_of(gradients, 2.0, None) if gradients else []
     return math.hypot(*[one.item() for one in norms])
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from typing import Any
 
 import torch
@@ -232,23 +233,22 @@ class Update:
         """Step; if that fails, leave things so that the caller can try again, or says that nobody
         can.
         """
-        before = [(tensor, _torch.version_of(tensor)) for tensor in self.window.tensors]
+        tensors = self.window.tensors
+        before = [*map(_torch.version_of, tensors)]
         try:
             return self._step(optimizer, scaler)
         except BaseException:
-            self._leave_failed(scaler, norm, before)
+            changed = sum(map(operator.ne, map(_torch.version_of, tensors), before))
+            self._leave_failed(scaler, norm, changed, of=len(before))
             raise
 
-    def _leave_failed(
-        self, scaler: Any, norm: float | None, before: list[tuple[Tensor, int]]
-    ) -> None:
-        """A step has failed, before which the parameters had these versions."""
-        changed = sum(_torch.version_of(tensor) != version for tensor, version in before)
+    def _leave_failed(self, scaler: Any, norm: float | None, changed: int, *, of: int) -> None:
+        """A step has failed when it had written to so many of the parameters."""
         if self._stepped:  # only what came after the update has failed, somebody's hook, say
             self._end(None if norm is None else norm**2)
         elif changed:
             self.window.break_off(
-                f"The optimizer failed when it had changed {changed} of {len(before)}"
+                f"The optimizer failed when it had changed {changed} of {of}"
                 " parameters. Restore them from a saved state."
             )
         else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +179,7 @@ class _Walk:
         if reached is None:
             self.unknown.append(path.node.name())
         elif isinstance(reached, Term):
-            self.terms.append(replace(reached, node=path.node, value=path.value, floor=path.floor))
+            self.terms.append(reached)
         else:  # of a single way on, the number is still all of what was reached so far
             value = path.value if len(reached) == 1 else None
             # The last one is followed first: reversed, terms come in the order of the loss.
@@ -202,7 +202,7 @@ class _GraphPath(NamedTuple):
         """With what comes this way to the loss, if the node's own result was seen."""
         seen = None if self.reader is None else self.reader.value_of(self.node)
         if seen is None:
-            return self._replace(value=otherwise)
+            return self if self.value == otherwise else self._replace(value=otherwise)
         return self._replace(
             value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided))
         )
@@ -227,13 +227,16 @@ class _GraphPath(NamedTuple):
             count,
             scale,
             name,
+            self.node,
+            self.value,
+            self.floor,
             divided=self.divided,
             divided_by_tensors=self.divided_by_tensors,
         )
 
     def sum(self, name: str = "sum") -> Term:
         """The term of a reduction that has not divided: what comes after it has, if anything."""
-        return Term(self.divided, self.scaled, name)
+        return Term(self.divided, self.scaled, name, self.node, self.value, self.floor)
 
     def shape(self, place: int) -> tuple[int, ...]:
         """Of the node's input, in the forward pass."""

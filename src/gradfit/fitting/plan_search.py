@@ -316,12 +316,18 @@ class Planner:
         self._plans = [new if one is old else one for one in self._plans]
         return new
 
+    def is_compared(self, tested: TestedPlan) -> bool:
+        """Whether it matters how long a step by this plan takes."""
+        later = self._later.get(tested.shape)
+        comparison = None if later is None else later.comparison
+        return comparison is not None and comparison.tested is tested
+
     def took(self, tested: TestedPlan, batch: Any, seconds: float) -> TestedPlan:
         """A whole step by this plan has taken so long, and nothing beside it was measured; gives
         the plan that is gone by now.
         """
         later = self._later.get(tested.shape)
-        if later is None or later.comparison is None or later.comparison.tested is not tested:
+        if later is None or later.comparison is None or not self.is_compared(tested):
             return tested
         if self._counted is not None and not self._counted.is_counted:
             return tested  # it is served whole, by a plan that keeps everything: none is faster

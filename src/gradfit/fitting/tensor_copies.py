@@ -16,10 +16,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from gradfit._torch import copies_of, flat_copy, type_of
+from gradfit._torch import copies_of, flat_copy
 
 _kind_of = attrgetter("dtype", "layout", "is_cpu")
-_shape_of = attrgetter("shape")
+_form_of = attrgetter("dtype", "shape")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -30,8 +30,7 @@ class CopyLayout:
 
     def __init__(self) -> None:
         self.known: list[ref[Tensor]] = []
-        self._types: list[torch.dtype] = []
-        self.shapes: list[torch.Size] = []
+        self.forms: list[tuple[torch.dtype, torch.Size]] = []
         self.on_cpu = True
         self.together: list[Sequence[int]] = []  # positions among the tensors
         self.single: list[int] = []
@@ -40,11 +39,10 @@ class CopyLayout:
         """Work it out for these tensors, unless they are those of last time, as they were: type
         and shape can change by `tensor.data = ...`.
         """
-        known, types = [*map(ref, tensors)], [*map(type_of, tensors)]
-        shapes: list[torch.Size] = [*map(_shape_of, tensors)]
-        if shapes == self.shapes and types == self._types and all(map(is_, known, self.known)):
+        known, forms = [*map(ref, tensors)], [*map(_form_of, tensors)]
+        if forms == self.forms and all(map(is_, known, self.known)):
             return
-        self.known, self._types, self.shapes = known, types, shapes
+        self.known, self.forms = known, forms
         self.together, self.single = [], []
         kinds = [*map(_kind_of, tensors)]
         self.on_cpu = all(is_cpu for _, _, is_cpu in set(kinds))
@@ -72,7 +70,7 @@ class TensorCopies:
     def __init__(self, tensors: Sequence[Tensor] = (), layout: CopyLayout | None = None) -> None:
         layout = CopyLayout() if layout is None else layout
         layout.renew(tensors)
-        self._shapes = layout.shapes
+        self._forms = layout.forms
         self.tensors = layout.known
         """Those whose content this is, as far as they are still there."""
         self._flat: list[tuple[Sequence[int], Tensor]] = []  # positions, and one piece of memory
@@ -91,9 +89,9 @@ class TensorCopies:
         """The content of each, in the order in which they were given."""
         by_position = dict(self._single)
         for places, flat in self._flat:
-            shapes = [self._shapes[place] for place in places]
+            shapes = [self._forms[place][1] for place in places]
             by_position |= zip(places, _cut_into(shapes, flat), strict=True)
-        return [by_position[position] for position in range(len(self._shapes))]
+        return [by_position[position] for position in range(len(self._forms))]
 
 
 def _cut_into(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:

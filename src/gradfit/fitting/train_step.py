@@ -284,7 +284,8 @@ class TrainStep(NotCopied):
         if not is_whole:  # whoever goes on with it goes on with its micro-batches
             self._settle()
         tested = self._tested = self._find_plan(batch, self._planner.rows_at_most(rows))
-        started = seconds_now()
+        is_timed = is_whole and tested.seen and self._planner.is_compared(tested)
+        started = seconds_now() if is_timed else 0.0
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -309,7 +310,7 @@ class TrainStep(NotCopied):
             )
         if result.attempts > 1:
             self._planner.settle(self._tested)
-        elif tested.seen and is_whole:
+        elif is_timed:
             self._tested = self._planner.took(tested, batch, seconds_now() - started)
         return result
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory
-from gradfit.batches.model_tree import each_once, joined
+from gradfit.batches.model_tree import joined
 from gradfit.errors import StateError
 from gradfit.fitting.state_copy import UNCHANGING, StateCopy, copy_of
 from gradfit.fitting.tensor_copies import CopyLayout
@@ -32,7 +32,7 @@ class UpdateSnapshot:
     `StateError` says so: a step that has half happened must not be repeated.
 
     Args:
-        tensors: those of them that are trained belong to it, beside the optimizer's own.
+        tensors: each once; those that are trained belong to it, beside the optimizer's own.
         optimizer: any object with `step`; `param_groups` and `state` are those of torch's.
         taken: whether there is room for a copy.
         layout: how the copies of earlier steps were made.
@@ -51,8 +51,7 @@ class UpdateSnapshot:
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         groups = getattr(optimizer, "param_groups", ())
         own = [*chain.from_iterable(map(_parameters_of, groups))]
-        trained: list[torch.Tensor] = each_once(filter(_is_trained, tensors))
-        self._parameters: list[torch.Tensor] = joined(trained, own)
+        self._parameters: list[torch.Tensor] = joined([*filter(_is_trained, tensors)], own)
         self._states = getattr(optimizer, "state", {})
         self._copy: StateCopy | None = None
         self._old_states: list[tuple[Any, Any]] = []

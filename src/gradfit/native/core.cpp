@@ -1274,6 +1274,27 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
   return handle;
 }
 
+// The counter of `Unrecorded` in follow_plan.py.
+struct SavedBytes {
+  int64_t bytes;
+  double limit;
+};
+
+// `Unrecorded._pack`: what is not usual, or above the limit, goes `otherwise`.
+Ref pack_counted(PyObject* counter, PyObject* otherwise, PyObject* object) {
+  if (!enabled || !THPVariable_CheckExact(object)) return call(otherwise, object);
+  const at::Tensor& tensor = tensor_in(object);
+  if (!is_plain(tensor)) return call(otherwise, object);
+  auto* saved = reinterpret_cast<SavedBytes*>(PyByteArray_AS_STRING(counter));
+  const int64_t bytes = saved->bytes + static_cast<int64_t>(tensor.nbytes());
+  if (static_cast<double>(bytes) > saved->limit) return call(otherwise, object);
+  saved->bytes = bytes;
+  Ref version = number(version_of(tensor));
+  if (tensor.is_leaf()) return owned(PyTuple_Pack(2, object, version.get()));
+  Ref alias = owned(THPVariable_Wrap(tensor.detach()));  // its graph would hold itself
+  return owned(PyTuple_Pack(2, alias.get(), version.get()));
+}
+
 // ----------------------------------------------------------------------------------- Python module
 
 // Runs a function of this core for Python: its exceptions become Python's.
@@ -1300,6 +1321,15 @@ PyObject* pack(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return for_python([&] { return pack_tensor(given[0], given[1]); });
 }
 
+PyObject* pack_kept(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 3 || !PyByteArray_CheckExact(given[0]) ||
+      PyByteArray_GET_SIZE(given[0]) != sizeof(SavedBytes)) {
+    PyErr_SetString(PyExc_TypeError, "pack_kept takes a counter, a function and a tensor");
+    return nullptr;
+  }
+  return for_python([&] { return pack_counted(given[0], given[1], given[2]); });
+}
+
 // `unpack` in saved_tensors.py.
 PyObject* unpack(PyObject*, PyObject* packed) {
   return for_python([&] {
@@ -1318,6 +1348,8 @@ PyObject* unpack(PyObject*, PyObject* packed) {
 PyMethodDef functions[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&pack)), METH_FASTCALL,
      "What autograd keeps in the place of a tensor."},
+    {"pack_kept", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&pack_kept)),
+     METH_FASTCALL, "The tensor, with its version, and its bytes counted."},
     {"unpack", &unpack, METH_O, "The tensor that autograd wants back."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -5,7 +5,8 @@ forward does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradfit.recompute.offload import Store
 from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
 from gradfit.tape.dropout_mask import MASK, draws_mask
 from gradfit.tape.listener import OperationListener
+from gradfit.tape.native_session import counting_hooks
 from gradfit.tape.operators import info_of
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.recorder import Recorder
@@ -405,6 +407,9 @@ def _too_much(saved_bytes: int, limit_bytes: float) -> str:
     return f"autograd saves {saved_bytes} bytes, {limit_bytes} were measured"
 
 
+_COUNTER = struct.Struct("qd")  # bytes that autograd has saved, and how many it may save
+
+
 class Unrecorded:
     """Around a forward of which nothing is rebuilt: no tape, only an eye on how much autograd
     saves.
@@ -416,48 +421,48 @@ class Unrecorded:
     def __init__(self, limit_bytes: float = math.inf) -> None:
         self.limit_bytes = limit_bytes
         self.rest = UnrecordedRest()  # which is the whole forward here
-        self._saved_bytes: Callable[[], int] | None = None
+        self._saved_bytes = 0
+        self._counter = bytearray(_COUNTER.pack(0, limit_bytes))  # the native core's
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Unrecorded:
-        pack, self._saved_bytes = _counting_pack(self.limit_bytes)
-        self._hooks = saved_tensors_hooks(pack, _unpack_kept)
+        native = counting_hooks(self._counter, self._pack_unusual)
+        self._hooks = saved_tensors_hooks(*(native or (self._pack, _unpack_kept)))
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(*error)
-        if self._saved_bytes is not None:
-            self.rest.saved_bytes = self._saved_bytes()
-
-
-def _counting_pack(
-    limit_bytes: float,
-) -> tuple[Callable[[torch.Tensor], Any], Callable[[], int]]:
-    """What adds up the bytes that autograd saves, and what tells them.
-
-    Hot: called for each save, in every step. So it looks nothing up, and asks no tensor what kind
-    it is: those that have no bytes or no version to tell raise.
-    """
-    saved_bytes = 0
+        hooks, self._hooks = self._hooks, None  # which hold this object
+        if hooks is not None:
+            hooks.__exit__(*error)
+        self.rest.saved_bytes = max(self._saved_bytes, _COUNTER.unpack(self._counter)[0])
 
     @untraced
-    def pack(tensor: torch.Tensor) -> Any:
-        nonlocal saved_bytes
+    def _pack_unusual(self, tensor: torch.Tensor) -> Any:
+        """What the native core leaves to Python."""
+        self._saved_bytes = _COUNTER.unpack(self._counter)[0]
+        packed = self._pack(tensor)
+        _COUNTER.pack_into(self._counter, 0, self._saved_bytes, self.limit_bytes)
+        return packed
+
+    @untraced
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Add up the bytes that autograd saves.
+
+        Hot: called for each save, in every step. So it looks little up, and asks no tensor what
+        kind it is: those that have no bytes or no version to tell raise.
+        """
         version: int | None
         try:
-            saved_bytes += tensor.nbytes
+            self._saved_bytes += tensor.nbytes
             version = tensor._version
         except (RuntimeError, NotImplementedError):  # sparse, for one
             version = None if tensor.is_inference() else tensor._version
-        if saved_bytes > limit_bytes:
-            raise Diverged(_too_much(saved_bytes, limit_bytes))
+        if self._saved_bytes > self.limit_bytes:
+            raise Diverged(_too_much(self._saved_bytes, self.limit_bytes))
         if tensor.is_leaf:
             return tensor, version
         return tensor.detach(), version  # its graph would hold itself
-
-    return pack, lambda: saved_bytes
 
 
 def _unpack_kept(packed: Any) -> torch.Tensor:

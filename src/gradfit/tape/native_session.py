@@ -67,6 +67,19 @@ def hooks_of(saved_tensors: Any, table: StorageTable) -> Hooks | None:
     return functools.partial(native.pack, session), native.unpack
 
 
+def counting_hooks(counter: bytearray, otherwise: Callable[[torch.Tensor], Any]) -> Hooks | None:
+    """Native hooks that keep every tensor, and add up its bytes; None where Python packs.
+
+    Args:
+        counter: an int64, the bytes so far, and a double, how many there may be.
+        otherwise: packs what is above that, or not usual.
+    """
+    native = _connected_core()
+    if native is None:
+        return None
+    return functools.partial(native.pack_kept, counter, otherwise), native.unpack
+
+
 def _session(
     recorder: Any, table: StorageTable, saved_tensors: Any, decisions: Any
 ) -> tuple[Any, ...]:
