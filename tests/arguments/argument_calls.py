@@ -787,6 +787,7 @@ def _() -> Good:
             "memory": is_count,
             "batch_size": is_one_of(is_none, is_count),
             "micro_batch": is_one_of(is_none, is_equal_to(1, 3)),
+            "tile": is_flag,
             "exact": is_flag,
             "keep": is_nothing_iterable,
             "rebuild": is_nothing_iterable,
@@ -802,6 +803,7 @@ def _() -> Good:
         {"profile": a_profile(), "points": 2},
         {
             "batch_size": is_one_of(is_none, is_count),
+            "tile": is_flag,
             "points": is_equal_to(3),
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
         },
@@ -940,6 +942,7 @@ def _() -> Good:
             "sample_batch": is_rows,
             "memory": is_one_of(is_none, is_positive),
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
+            "tile": is_flag,
             "exact": is_flag,
             "planning_share": is_not_negative,
             "plan_ahead": is_flag,
