@@ -1020,7 +1020,13 @@ def _() -> Good:
             "optimizer": sgd(*module.parameters()),
             "batch_size": 2,
         },
-        {"data": is_any, "batch_size": is_count, "scheduler": is_none, "split": is_none},
+        {
+            "data": is_any,
+            "batch_size": is_count,
+            "scheduler": is_none,
+            "split": is_none,
+            "fit_options": is_equal_to({}),
+        },
         [module],
     )
 

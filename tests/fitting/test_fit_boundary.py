@@ -424,7 +424,7 @@ def test_micro_batches_in_which_every_label_is_ignored(counted: bool) -> None:
 
 
 def test_a_meter_of_a_device_that_is_not_here() -> None:
-    with pytest.raises(gf.MisuseError, match="not a device"):
+    with pytest.raises(gf.MisuseError, match="is no device"):
         gf.meter(device="gpu")
     if not torch.accelerator.is_available():
         with pytest.raises(gf.MisuseError, match="which has the CPU alone"):

@@ -201,7 +201,7 @@ def _check_device(device: str | torch.device | None) -> None:
     """Refuse a device that is not here: nothing could live on it, and 0 bytes would look like a
     result.
     """
-    kind = "cpu" if device is None else _kind_of(device)
+    kind = "cpu" if device is None else read_device(device, "device").type
     if kind in ("cpu", "meta") or inside_fake_mode():
         return
     here = torch.accelerator.current_accelerator(check_available=True)
@@ -211,15 +211,6 @@ def _check_device(device: str | torch.device | None) -> None:
             f"device={device!r} is not on this machine, which has {there}. Leave device out, or"
             " pass one."
         )
-
-
-def _kind_of(device: str | torch.device) -> str:
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise MisuseError(
-            f"device={device!r} is not a device ({error}). Pass for example device='cpu'."
-        ) from None
 
 
 def tensors_in(nest: Any) -> Iterable[torch.Tensor]:

@@ -215,7 +215,7 @@ def _names(model: torch.nn.Module, names: Any, parameter: str) -> list[str]:
     modules = dict(model.named_modules())
     given = read_list(names, parameter, f"{parameter}=['lm_head']")
     for name in given:
-        if name not in modules:
+        if not isinstance(name, str) or name not in modules:
             raise invalid(
                 parameter,
                 name,
