@@ -4,6 +4,7 @@ where it may not.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import gradfit as gf
 from gradfit.fitting.families import PlanningTime, _corner
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Shape, covers, growth, shape_of, tensors_of
+from gradfit.planning.api import bare_plan
 
 _dims = st.lists(st.integers(1, 40), min_size=2, max_size=2).map(tuple)
 
@@ -133,21 +135,109 @@ class _Cubic(nn.Module):
         return torch.sin(wide).reshape(x.size(0), n**3)
 
 
-def test_what_grows_faster_than_reckoned_with_is_noticed_and_planned_for(
-    profiled: list[int],
-) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_grows_faster_than_reckoned_with_is_noticed(profiled: list[int], whole: bool) -> None:
+    """It is cut into smaller parts by arithmetic; what is not cut gets a plan of its own."""
     torch.manual_seed(0)
     model = _Cubic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    budget = int(_peak(model, torch.rand(4, 24)) * 0.8)
-    step = gf.fit(model, optimizer, _loss, torch.rand(4, 8), memory=budget, planning_share=0)
+    budget = int(_peak(model, torch.rand(4, 24)) * (0.95 if whole else 0.8))
+    step = gf.fit(
+        model, optimizer, _loss, torch.rand(4, 8), memory=budget, planning_share=0,
+        micro_batch="whole" if whole else None,
+    )  # fmt: skip
     before = profiled[0]
+    attempts = 0
     for length in (8, 12, 24, 24):
         batch = torch.rand(4, length)
         with gf.meter(model, optimizer, batch) as live:
-            step(batch)
+            attempts = max(attempts, step(batch).attempts)
         assert live.peak_bytes <= budget
-    assert profiled[0] > before
+    assert attempts > 1 or whole
+    assert (profiled[0] > before) is whole
+
+
+def _half_of_what_long_ones_take(
+    model: nn.Module, loss_fn: Any, longest: torch.Tensor
+) -> tuple[int, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gf.meter(model, optimizer, longest) as live:
+        static = live.current_bytes
+        loss_fn(model, longest).backward()
+    model.zero_grad()
+    return (static + live.peak_bytes) // 2, optimizer
+
+
+def test_longer_batches_are_cut_by_arithmetic_and_planned_for_when_there_is_time(
+    profiled: list[int],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    budget, optimizer = _half_of_what_long_ones_take(model, _loss, torch.rand(8, 96, 16))
+    step = gf.fit(model, optimizer, _loss, torch.rand(8, 32, 16), memory=budget, planning_share=0)
+    assert step.plan.micro_batch == 8
+    reference = copy.deepcopy(model).double()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    before = profiled[0]
+
+    def train(length: int) -> gf.TrainResult:
+        batch = torch.rand(8, length, 16)
+        with gf.meter(model, optimizer, batch) as live:
+            result = step(batch)
+        assert live.peak_bytes <= budget
+        plain.zero_grad()
+        _loss(reference, batch.double()).backward()
+        plain.step()
+        return result
+
+    for length in (48, 64, 96, 80, 96, 64):
+        result = train(length)
+        assert result.attempts == 1
+        assert result.micro_batches > 1 or length < 96
+    assert profiled[0] == before
+    step._planner.time.share, step._planner.time.training_seconds = 1, 1e9
+    for _ in range(3):
+        train(96)
+    assert profiled[0] == before + 1
+    assert not step._planner.tested_plan(torch.rand(8, 96, 16), 8).by_size
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.double(), other, atol=1e-6)
+
+
+class _TwoWays(nn.Module):
+    """Rows that are all positive are run by other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bend = torch.tanh if bool((x > 0).all()) else torch.sin
+        for layer in self.layers:
+            x = bend(layer(x)) * 2
+        return x
+
+
+def test_where_operations_differ_everything_is_kept_in_parts_until_there_is_time(
+    profiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_halves(profile: Any, **options: Any) -> Any:  # which rebuilds, so that operations matter
+        return bare_plan(profile, **(options | {"micro_batch": 4}))
+
+    monkeypatch.setattr("gradfit.fitting.plan_search.plan_for_fit", in_halves)
+    torch.manual_seed(0)
+    model = _TwoWays()
+    one, other = torch.rand(8, 64, 16), -torch.rand(8, 64, 16)
+    budget, optimizer = _half_of_what_long_ones_take(model, _loss, one)
+    step = gf.fit(model, optimizer, _loss, one, memory=budget, planning_share=0)
+    assert not step.plan.keeps_everything
+    before, attempts = profiled[0], []
+    for batch in (one, other, one, other):
+        with gf.meter(model, optimizer, batch) as live:
+            attempts.append(step(batch).attempts)
+        assert live.peak_bytes <= budget
+    assert attempts == [1, 2, 1, 1]
+    assert profiled[0] == before
 
 
 def _split(batch: dict[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -192,15 +282,15 @@ def test_time_for_plans_is_a_share_of_the_time_trained(monkeypatch: pytest.Monke
     now = [0.0]
     monkeypatch.setattr("gradfit.fitting.families.time.perf_counter", lambda: now[0])
     spent = PlanningTime(0.1)
-    before = spent.is_left
+    before = spent.has_room_for(0)
     begun = spent.begin_step()
     now[0] += 5
     with spent.planning():
         now[0] += 1
     spent.end_step(begun)
     assert (spent.training_seconds, spent.planning_seconds) == (5, 1)
-    after = spent.is_left
+    after = spent.has_room_for(0)
     begun = spent.begin_step()
     now[0] += 5
     spent.end_step(begun)
-    assert (before, after, spent.is_left) == (True, False, True)
+    assert (before, after, spent.has_room_for(0)) == (True, False, True)

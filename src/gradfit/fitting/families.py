@@ -13,6 +13,10 @@ runs. A plan that rebuilds is watched value by value: each may grow by (limit âˆ
 fixed), its *slack*. In the first steps with such a plan no operation is begun that would pass the
 budget. A step in which more is made is repeated with a plan of its own. Sizes are rounded up to
 powers of the fourth root of two, so that plans are shared.
+
+Where a plan holds for no batch so large, its profile says at which smaller micro-batch everything
+can be kept, by the same rule. That takes milliseconds, where a plan of their own takes many steps'
+time: so such batches go by it until there is time for one.
 """
 
 from __future__ import annotations
@@ -21,14 +25,21 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, takewhile
+from typing import NamedTuple
 
 from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, growth
+from gradfit.planning.api import plain_plan
+from gradfit.planning.microbatch import even
+from gradfit.planning.plan import Plan
+from gradfit.profiling.profile import Profile
 
 MOST_PLANS = 64  # that are remembered
 MOST_OPERATIONS = 500_000  # in their profiles, of which each takes about a kilobyte
 _ROOM = 0.97  # of the budget that arithmetic may fill
+_CORRECTIONS = 6  # of a micro-batch that is too large
+_ANY = 1 << 62  # bytes that nothing passes
 _LARGER = 2.0  # a plan for batches so many times as large may be slower than one of their own
 
 
@@ -42,7 +53,7 @@ def with_slack(tested: TestedPlan, limit_bytes: int) -> TestedPlan:
 def _slack(tested: TestedPlan, limit_bytes: int) -> float:
     if not tested.tested_bytes:
         return 1.0
-    fixed = _fixed_bytes(tested)
+    fixed = _fixed_bytes(tested.profile, tested.plan)
     return max(1.0, (_ROOM * limit_bytes - fixed) / max(1, tested.tested_bytes - fixed))
 
 
@@ -89,6 +100,97 @@ def grown(
     return None
 
 
+def in_smaller_parts(
+    plans: Sequence[TestedPlan],
+    shape: Shape,
+    batch_size: int,
+    limit_bytes: int,
+    below: int | None = None,
+) -> TestedPlan | None:
+    """Everything kept in micro-batches so small that batches of this shape hold, by what was
+    measured of the most similar smaller ones; None if one row would surely not.
+
+    Args:
+        plans: all there are.
+        shape: of the batch.
+        batch_size: its rows.
+        limit_bytes: for all tensors.
+        below: the micro-batch is smaller than this; None: as large as holds.
+    """
+    shapes = [*(one.shape for one in plans), shape]
+    for size, tested in _nearest_first(plans, shape, 0):
+        if tested.profile.splittable:
+            corner = _corner(shapes, tested.shape, size)
+            smaller = _kept_in_parts(tested, corner, batch_size, limit_bytes, below)
+            if smaller is not None:
+                return smaller
+    return None
+
+
+def _kept_in_parts(
+    tested: TestedPlan, shape: Shape, batch_size: int, limit_bytes: int, below: int | None
+) -> TestedPlan | None:
+    rows, size = max(batch_size, tested.plan.batch_size), growth(tested.shape, shape)
+    most = tested.plan.micro_batch if below is None else min(below - 1, tested.plan.micro_batch)
+    room = int(_ROOM * limit_bytes)
+    # Where not even a few rows hold if all that passes grows with the square, it may grow less:
+    # nothing is begun that would pass the budget.
+    for power in (2, 1):
+        plan = _largest_kept(tested, rows, most, room, _Growth(size, size**power))
+        if plan is not None:
+            return dataclasses.replace(
+                tested, plan=plan, shape=shape, peak_bytes=plan.peak_bytes, seen=False,
+                seen_bytes=0, saved_bytes=None, asked=0, reads_data=True, by_size=True, slack=1.0,
+            )  # fmt: skip
+    return None
+
+
+class _Growth(NamedTuple):
+    """By how much a batch has grown, and what passes with it."""
+
+    size: float
+    passing: float
+
+
+def _largest_kept(
+    tested: TestedPlan, rows: int, most: int, room: int, grown: _Growth
+) -> Plan | None:
+    """The plan that keeps everything in as large micro-batches as hold, of `most` rows."""
+    micro_batch = most
+    for _ in range(_CORRECTIONS):
+        plan = _all_kept(tested, rows, micro_batch, grown)
+        if plan is None or plan.peak_bytes <= room:
+            return plan
+        smaller = int(micro_batch * room / plan.peak_bytes)
+        micro_batch = max(tested.profile.min_batch, min(smaller, micro_batch - 1))
+    return None
+
+
+def _all_kept(tested: TestedPlan, rows: int, micro_batch: int, grown: _Growth) -> Plan | None:
+    """The plan that keeps everything at this micro-batch, with what it takes for batches that have
+    grown so; None if there is none.
+    """
+    profile = tested.profile.updating(tested.plan.update_groups)
+    if micro_batch < profile.min_batch:
+        return None
+    plan = plain_plan(profile, memory=_ANY, batch_size=rows, micro_batch=even(rows, micro_batch))
+    if plan is None or not plan.keeps_everything:
+        return None
+    fixed = _fixed_bytes(profile, plan)
+    linear = plan.kept_bytes + plan.breakdown["batch"]
+    passing = max(0, plan.peak_bytes - fixed - linear)
+    # A parameter's gradient on its way is as large whatever the batch.
+    constant = min(passing, max((node.peak_bytes.fixed for node in profile.nodes), default=0))
+    peak = fixed + constant + linear * grown.size + (passing - constant) * grown.passing
+    return dataclasses.replace(
+        plan,
+        budget_bytes=tested.plan.budget_bytes,
+        peak_bytes=int(peak),
+        step_seconds=plan.step_seconds * grown.size,
+        plain_seconds=plan.plain_seconds * grown.size,
+    )
+
+
 def _nearest_first(
     plans: Sequence[TestedPlan], shape: Shape, batch_size: int
 ) -> list[tuple[float, TestedPlan]]:
@@ -130,7 +232,7 @@ def _grown_to(tested: TestedPlan, shape: Shape, limit_bytes: int) -> TestedPlan 
     larger = dataclasses.replace(tested, shape=shape, seen=False, seen_bytes=0, by_size=True)
     if not tested.plan.keeps_everything:
         return larger if size <= tested.slack else None
-    fixed = _fixed_bytes(tested)
+    fixed = _fixed_bytes(tested.profile, tested.plan)
     growing = max(1, tested.tested_bytes - fixed)
     room = _ROOM * limit_bytes - fixed
     kept = min(growing, tested.plan.kept_bytes)
@@ -141,21 +243,19 @@ def _grown_to(tested: TestedPlan, shape: Shape, limit_bytes: int) -> TestedPlan 
     return dataclasses.replace(larger, saved_bytes=saved, slack=1.0)
 
 
-def _fixed_bytes(tested: TestedPlan) -> int:
+def _fixed_bytes(profile: Profile, plan: Plan) -> int:
     """What a step holds whatever its batch."""
-    static = tested.profile.at(
-        tested.plan.micro_batch, rows=tested.plan.batch_size
-    ).static_breakdown
+    static = profile.at(plan.micro_batch, rows=plan.batch_size).static_breakdown
     return sum(count for name, count in static.items() if name not in ("batch", "constants"))
 
 
 def may_be_slow(tested: TestedPlan, shape: Shape, batch_size: int) -> bool:
     """Whether a plan of their own may be much faster for such batches than this one, which is for
-    larger ones.
+    larger ones, or was only found by arithmetic.
     """
     if tested.plan.keeps_everything and tested.plan.micro_batch >= batch_size:
         return False
-    return not tested.steady or growth(shape, tested.shape) >= _LARGER
+    return not tested.steady or tested.by_size or growth(shape, tested.shape) >= _LARGER
 
 
 class PlanningTime:
@@ -166,14 +266,22 @@ class PlanningTime:
     def __init__(self, share: float) -> None:
         self.share = share
         self.planning_seconds = self.training_seconds = 0.0
-
-    @property
-    def is_left(self) -> bool:
-        return self.has_room_for(0.0)
+        self.plan_seconds = 0.0
+        """What the last plan took to be made."""
 
     def has_room_for(self, seconds: float) -> bool:
         """Whether so many more seconds of planning are within its share."""
         return self.planning_seconds + seconds <= self.share * self.training_seconds
+
+    @contextmanager
+    def timing_a_plan(self, *, is_counted: bool) -> Iterator[None]:
+        """Around the making of a plan of which others may be as slow; the first one is not
+        counted, for nothing is trained without it.
+        """
+        started = time.perf_counter()
+        with self.planning() if is_counted else nullcontext():
+            yield
+        self.plan_seconds = time.perf_counter() - started
 
     @contextmanager
     def planning(self) -> Iterator[None]:

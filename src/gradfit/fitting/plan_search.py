@@ -30,6 +30,7 @@ from gradfit.fitting.families import (
     PlanningTime,
     covering,
     grown,
+    in_smaller_parts,
     may_be_slow,
     with_slack,
     within_memory,
@@ -43,6 +44,7 @@ from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import (
     Shape,
     TestedPlan,
+    covers,
     shape_of,
     smaller,
     with_update_copy,
@@ -272,8 +274,7 @@ class Planner:
         self._measure_missing_additivity(request)
         tested = self._find(request)
         if tested is None:
-            with self.time.planning() if self._plans else contextlib.nullcontext():
-                tested = self._fitted(request)
+            tested = self._fitted(request)
         elif self._is_due(tested, request):
             with self.time.planning(), self._progress.running():
                 self._look_for_faster(tested, request)
@@ -281,7 +282,8 @@ class Planner:
 
     def _fitted(self, request: _Request) -> TestedPlan:
         """A new plan, which may still be improved."""
-        tested = self._add(self._fit(request))
+        with self.time.timing_a_plan(is_counted=bool(self._plans)):
+            tested = self._add(self._fit(request))
         if tested.steady and not self._ahead:
             self._later[tested.shape] = _StillToDo(
                 PlanComparison([tested]),
@@ -433,6 +435,17 @@ class Planner:
         if distributed.is_running():  # where ranks run forwards, and so plan, together
             return None
         by_size = grown(self._holding(), request.shape, request.batch_size, self.limit_bytes)
+        return self._plan_in_parts(request) if by_size is None else self._remember(by_size)
+
+    def _plan_in_parts(self, request: _Request, below: int | None = None) -> TestedPlan | None:
+        """Micro-batches so small that they hold by arithmetic, until there is time for a plan of
+        their own; or, where one of so many rows has not, of fewer.
+        """
+        if self._ahead or self._micro_batch is not None:
+            return None
+        by_size = in_smaller_parts(
+            self._holding(), request.shape, request.batch_size, self.limit_bytes, below
+        )
         return None if by_size is None else self._remember(by_size)
 
     def _holding(self) -> list[TestedPlan]:
@@ -475,16 +488,26 @@ class Planner:
             not self._reproducible
             and not distributed.is_running()
             and may_be_slow(larger, request.shape, request.batch_size)
-            and self.time.is_left
+            and self.time.has_room_for(self.time.plan_seconds)
         )
+
+    def kept_meanwhile(self, tested: TestedPlan, batch: Any) -> TestedPlan | None:
+        """Everything kept in smaller micro-batches, which holds whatever the operations are, for
+        batches whose forward leaves this plan; None if there is time for a plan of their own, or
+        that cannot be.
+        """
+        if self._reproducible or self.time.has_room_for(self.time.plan_seconds):
+            return None
+        return self._plan_in_parts(_Request(batch, self.rows(batch), tested.shape))
 
     def outgrown(self, tested: TestedPlan, batch: Any) -> TestedPlan:
         """A plan of its own for a batch that is too large for one that arithmetic had found for
         it.
         """
         self._plans = [other for other in self._plans if other is not tested]
-        with self.time.planning():
-            return self._fitted(_Request(batch, self.rows(batch), self.shape(batch)))
+        request = _Request(batch, self.rows(batch), self.shape(batch))
+        smaller = self._plan_in_parts(request, below=tested.plan.micro_batch)
+        return self._fitted(request) if smaller is None else smaller
 
     def _holds(self, tested: TestedPlan) -> bool:
         """Whether a plan is one for this budget: it may come from a step with a larger one, or from
@@ -627,6 +650,16 @@ class Planner:
     def has_optimizer_state(self, tested: TestedPlan) -> bool:
         """Whether the optimizer holds by now all that it will hold."""
         return _state_bytes(self._optimizer) >= tested.profile.optimizer_bytes
+
+    def stepped(
+        self, tested: TestedPlan, peak_bytes: int, saved_bytes: int, **changes: Any
+    ) -> TestedPlan:
+        """Remember what a measured step has taught: its peak, and how much autograd saved of a
+        micro-batch. A plan that arithmetic has found may save as much more as there is room for.
+        """
+        if tested.by_size and tested.saved_bytes is None and tested.plan.keeps_everything:
+            changes["saved_bytes"] = saved_bytes + max(0, self.limit_bytes - peak_bytes)
+        return self.replace(tested, peak_bytes=peak_bytes, **changes)
 
     def replace(self, old: TestedPlan, **changes: Any) -> TestedPlan:
         """Remember what a step has taught about a plan."""
@@ -1311,8 +1344,10 @@ def _keeps_whole_batch(plan: Plan) -> bool:
 
 def _takes_the_place_of(new: TestedPlan, old: TestedPlan) -> bool:
     """Whether both are for the same shape, and the same operations, if those are always the
-    same.
+    same; or one was only found by arithmetic.
     """
+    if old.by_size and not new.by_size and covers(old.shape, new.shape):
+        return True  # it was for the time until then
     if new.shape != old.shape:
         return False
     return not old.steady or old.plan.operations == new.plan.operations

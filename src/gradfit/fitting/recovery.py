@@ -10,6 +10,8 @@ parts without items on an accelerator are read one by one.
 from __future__ import annotations
 
 import contextlib
+import gc
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,6 +65,11 @@ class Recovery:
         self.online = ""
         """Why a micro-batch of this batch did not follow a plan; empty if all did."""
 
+    @property
+    def saved_bytes(self) -> int:
+        """The most that autograd saved of a micro-batch of this step that kept everything."""
+        return self._sequences.saved_bytes
+
     def repeat(
         self,
         tested: TestedPlan,
@@ -97,7 +104,7 @@ class Recovery:
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
-            _forget(failure)
+            _forget(failure, is_short=cure.replan is None)
             del failure
             share = shares.pop(0)
             if cure.replan is not None:
@@ -213,7 +220,14 @@ class _ByOneOf(Mode):
         )
 
 
-def _forget(failure: BaseException) -> None:
+def _forget(failure: BaseException, *, is_short: bool) -> None:
+    """Let go of all that the failed attempt has made. Cycles are looked for everywhere only where
+    memory ran out: that takes as long as several short steps.
+    """
+    traceback.clear_frames(failure.__traceback__)
     failure.__traceback__ = None
     failure.__context__ = failure.__cause__ = None
-    free_cached_memory()
+    if is_short:
+        free_cached_memory()
+    else:
+        gc.collect(1)  # what is younger

@@ -57,12 +57,15 @@ class Sequences:
         self._left: _Left | None = None
         self._repeats = 0
         self._now = ""  # why this step is run online, if it was repeated too often
+        self.saved_bytes = 0
+        """The most that autograd saved of a micro-batch of this step that kept everything."""
         self.online: dict[PartShape, str] = {}  # micro-batches that no plan is for, and why
 
     def begin(self) -> None:
         """A new step."""
         self._tried.clear()
         self._left, self._repeats, self._now = None, 0, ""
+        self.saved_bytes = 0
         for memory in (self._last, self._learnt, self.online):
             _forget_oldest(memory)
         _forget_oldest(self._small, _MOST_SMALL)
@@ -91,8 +94,10 @@ class Sequences:
         """A forward has ended, by an error perhaps, with the plan that it followed last."""
         if isinstance(error, Diverged):
             self._left = _Left(forward.position, part_shape(forward.part), followed, error)
-        elif error is None and len(forward.plans) > 1:
-            self._last[self._key(forward.tested)] = followed.plan.operations
+        elif error is None:
+            self.saved_bytes = max(self.saved_bytes, forward.saved_bytes)
+            if len(forward.plans) > 1:
+                self._last[self._key(forward.tested)] = followed.plan.operations
 
     def _small_plan(self, tested: TestedPlan, part: Any) -> TestedPlan | None:
         """A plan for micro-batches of this shape alone, if they are smaller than planned for."""
@@ -126,6 +131,9 @@ class Sequences:
             return tested
         if self._has_untried(tested, left):
             return tested
+        meanwhile = self._planner.kept_meanwhile(tested, batch)
+        if meanwhile is not None:
+            return meanwhile
         learnt = self._learn(tested, batch, left)
         if learnt is None:
             return self._say(tested, left)
@@ -190,6 +198,11 @@ class _ForwardByPlans:
         self.part, self.position = part, position
         self._around, self._policy = _around_forward(plans, first=first)
 
+    @property
+    def saved_bytes(self) -> int:
+        """By autograd, where everything is kept."""
+        return self._around.rest.saved_bytes if isinstance(self._around, Unrecorded) else 0
+
     def __enter__(self) -> None:
         self._around.__enter__()
 
@@ -224,8 +237,10 @@ def _around_forward(plans: list[TestedPlan], *, first: bool) -> tuple[Any, Any]:
     if len(plans) == 1:
         return lead.following(first=first), None
     if lead.plan.keeps_everything:
-        limits = [plan.saved_limit for plan in plans if plan.plan.keeps_everything]
-        return Unrecorded(max(limits)), None
+        # Of those whose limit is known: what has none is watched by itself, in its first step.
+        known = (one for one in plans[1:] if one.saved_bytes is not None)
+        limits = [plan.saved_limit for plan in known if plan.plan.keeps_everything]
+        return Unrecorded(max(lead.saved_limit, *limits, 0)), None
     others = [(plan.script, plan.tail) for plan in plans[1:]]
     return recording(lead.script, lead.tail, watched=first, others=others)
 

@@ -439,20 +439,19 @@ class TrainStep(NotCopied):
         watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
             result = self._update(call, tested, attempt, live)
-        self._tested = self._planner.replace(
+        self._tested = self._planner.stepped(
             self._tested,
-            peak_bytes=_largest_peak(tested, live),
+            _largest_peak(tested, live),
+            self._recovery.saved_bytes,
             seen=has_all_state,
             seen_bytes=max(batch_bytes, tested.seen_bytes),
         )
         return result
 
     def _meter_for(self, tested: TestedPlan) -> Meter:
-        """What arithmetic has found may not even begin to pass the budget; later batches are little
-        larger.
-        """
+        """What arithmetic has found may not even begin to pass the budget."""
         device = self._planner.device
-        if tested.by_size and not tested.seen_bytes:
+        if tested.by_size:
             return Evictor(self._planner.limit_bytes, device=device)
         return Meter(device=device)
 

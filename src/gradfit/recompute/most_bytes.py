@@ -21,6 +21,19 @@ from gradfit.tape.operators import info_of
 
 _WIDEST = 16  # bytes of the widest element there is: complex128
 
+_REAL = {torch.float32, torch.float64}
+# operators, beside those that work element by element, whose results are of their arguments' type
+_SAME_TYPE = {
+    f"aten::{name}"
+    for name in (
+        "mm", "bmm", "addmm", "baddbmm", "native_layer_norm", "native_layer_norm_backward",
+        "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "sum",
+        "mean", "convolution", "convolution_backward", "cat", "stack",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "linalg_vector_norm",
+    )
+}  # fmt: skip
+
 # How many elements the results of an operation have at most, by its arguments.
 Rule = Callable[[Sequence[Any]], int]
 
@@ -32,25 +45,41 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     >>> most_bytes(torch.ops.aten.mm.default, (x, torch.ones(4, 2)), {})  # at most 16 bytes each
     256
     """
-    rule = _rules.get(id(func))
-    if rule is None:
+    known = _rules.get(id(func))
+    if known is None:
         if type(func) is CompiledGraph:  # its address may be another's later
             return None
         info_of(func)  # which sees to it that the address is not used again
-        rule = _rules[id(func)] = _rule_of(func)
+        known = _rules[id(func)] = _rule_of(func), _keeps_type(func)
+    rule, keeps_type = known
     if rule is _unknown:
         return None
     args = (*args, *kwargs.values()) if kwargs else args
-    return _WIDEST * rule(args) if _are_strided(args) else None
+    tensors = _tensors(args)
+    if not _are_dense(tensors):
+        return None
+    return _most_width(args, tensors, keeps_type=keeps_type) * rule(args)
 
 
-def _are_strided(args: Sequence[Any]) -> bool:
-    """Whether all tensors are dense: a sparse one has fewer elements than its shape, and a nested
-    one may have none.
-    """
-    return all(
-        tensor.layout is torch.strided and not is_ragged(tensor) for tensor in _tensors(args)
-    )
+def _are_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """A sparse one has fewer elements than its shape, and a nested one may have no shape."""
+    return all(tensor.layout is torch.strided and not is_ragged(tensor) for tensor in tensors)
+
+
+def _most_width(args: Sequence[Any], tensors: Sequence[torch.Tensor], *, keeps_type: bool) -> int:
+    """Bytes of one element of the results, at most."""
+    types = {tensor.dtype for tensor in tensors}
+    is_plain = keeps_type and types and types <= _REAL
+    if not is_plain or any(type(one) in (torch.dtype, complex) for one in args):
+        return _WIDEST
+    return max(dtype.itemsize for dtype in types)
+
+
+def _keeps_type(func: Any) -> bool:
+    """Whether real numbers of four bytes or more stay so, or become truth values."""
+    if not is_operator(func):
+        return False
+    return torch.Tag.pointwise in func.tags or schema_of(func).name in _SAME_TYPE
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -218,7 +247,9 @@ _BY_NAME: dict[str, Rule] = {
     "new_full": _written_out,
 }  # fmt: skip
 
-_rules: dict[int, Rule] = {}  # by an operator's address: hashing an operator runs Python code
+# By an operator's address, since hashing an operator runs Python code: its rule, and whether its
+# results are of its arguments' type.
+_rules: dict[int, tuple[Rule, bool]] = {}
 
 
 def _rule_of(func: Any) -> Rule:
