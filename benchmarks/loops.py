@@ -272,11 +272,19 @@ def run(loop: Loop, *, tight: bool, epochs: int) -> None:
     hand_optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-4)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4)
     by_hand(hand, hand_optimizer, loop)  # warm, compiled
-    fit_seconds, step = seconds(
-        lambda: gf.fit(
-            ours, optimizer, loop.loss_fn, loop.batches[0], memory=budget, split=loop.split
+    try:
+        fit_seconds, step = seconds(
+            lambda: gf.fit(
+                ours, optimizer, loop.loss_fn, loop.batches[0], memory=budget, split=loop.split
+            )
         )
-    )
+    except gf.BudgetInfeasible as refusal:
+        print(
+            f"{loop.name:<46} refused: at least {refusal.min_bytes / 2**20:.2f} MiB, the budget is"
+            f" {budget / 2**20:.2f}",
+            flush=True,
+        )
+        return
     ratios, slow, highest, plain = [], 0, 0, 0.0
     for _ in range(epochs):
         plain = ours_total = 0.0
