@@ -40,6 +40,8 @@ _plain_tensor = torch.Tensor
 # empty storage, and the same for two of one piece of memory (`from_numpy` of one array).
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
+# whether the backward pass that runs now was called with `retain_graph`
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 
 # Operators that torch's own Python functions call with the very same arguments: those read their
@@ -745,18 +747,6 @@ def overloads_of(op: Any) -> Any:
     return getattr(op, "overloadpacket", op)
 
 
-def log_softmax_backward(
-    gradient: torch.Tensor, output: torch.Tensor, *, out: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the input of a `log_softmax` over the last dimension, which gave `output`;
-    written to `out`.
-
-    torch 2.10 to 2.15 have it as this operator; its public form makes a new tensor.
-    """
-    torch.ops.aten._log_softmax_backward_data.out(gradient, output, -1, output.dtype, out=out)
-    return out
-
-
 # Below it, methods and functions of torch do not ask a subclass of Tensor what they mean.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -778,3 +768,18 @@ def map_nest(function: Any, nest: Any) -> Any:
 def leaves_of_nest(nest: Any) -> list[Any]:
     """What is in a nest of arguments."""
     return _pytree.tree_leaves(nest)
+
+
+def saved_tensor(ctx: Any, at: int) -> torch.Tensor:
+    """One of the tensors that an `autograd.Function` has saved; `ctx.saved_tensors` would unpack
+    all of them. Seen in torch 2.10 to 2.15.
+    """
+    saved = ctx._raw_saved_tensors[at]
+    tensor: torch.Tensor = saved.data if saved.unpack_hook is None else saved.unpack_hook(saved.data)
+    return tensor
+
+
+def inside_torch_checkpoint() -> bool:
+    """Whether a forward runs that `torch.utils.checkpoint` will run again, or runs again now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

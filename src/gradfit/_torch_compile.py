@@ -33,6 +33,7 @@ from torch.nn.modules import module as torch_modules
 
 from gradfit import _torch_listen as listen
 from gradfit._torch import graph_task_id, storage_key
+from gradfit._torch_one_operation import OneOperation, Telling, telling
 
 _entries_of = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
 _REGION = "_gradfit_compiled_graph"  # the attribute of a compiled graph that holds its operator
@@ -58,18 +59,14 @@ class NewTensors(list[Any]):
     everything: Any  # all that it returned
 
 
-class CompiledGraph:
+class CompiledGraph(OneOperation):
     """An operator: what inductor made of one graph. It is called with the graph's inputs, or with
     one list of them, which it empties as it goes.
     """
 
-    tags: frozenset[Any] = frozenset()  # as every operator has
-    __slots__ = ("__weakref__", "_graph", "_modules", "info", "mutated")
-
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self.mutated = tuple(graph.mutated_input_idxs)
-        self.info: Any = None  # how a recorder treats it: see `tape/operators.py`
         self._modules: list[Any] | None = None
 
     def __str__(self) -> str:
@@ -100,9 +97,7 @@ class CompiledGraph:
         found = _CALLS.search(self._graph.source_code or "")
         return found.group() if found else ""
 
-    def __call__(self, *args: Any) -> Any:
-        if listen.is_heard():
-            return _heard(self, args)
+    def _run(self, *args: Any) -> Any:
         inputs = args[0] if len(args) == 1 and type(args[0]) is list else list(args)
         given = set(map(_key, inputs))
         with self._telling():
@@ -118,21 +113,17 @@ class CompiledGraph:
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Inside, whoever counts bytes is told of each tensor that the generated code makes."""
-        ears = _thread.ears
-        if not ears:
-            yield
-            return
-        before = [(module, vars(module).copy()) for module in self._code()]
-        try:
-            for module, names in before:
-                for name, function in names.items():
-                    if name.startswith("empty_strided"):
-                        setattr(module, name, _Telling(function, ears))
-            with listen.heard_by_one(_Telling(_call, ears)):
+        with telling() as ears:
+            before = [(module, vars(module).copy()) for module in self._code()] if ears else []
+            try:
+                for module, names in before:
+                    for name, function in names.items():
+                        if name.startswith("empty_strided"):
+                            setattr(module, name, Telling(function, ears))
                 yield
-        finally:
-            for module, names in before:
-                vars(module).update(names)
+            finally:
+                for module, names in before:
+                    vars(module).update(names)
 
     def _code(self) -> list[Any]:
         """The module that was generated for it."""
@@ -143,44 +134,12 @@ class CompiledGraph:
         return self._modules
 
 
-class _Telling:
-    """A function that makes tensors, and tells of them."""
-
-    __slots__ = ("_ears", "_function")
-
-    def __init__(self, function: Any, ears: list[Any]) -> None:
-        self._function, self._ears = function, ears
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._function(*args, **kwargs)
-        for tensor in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                for ear in self._ears:
-                    ear(tensor)
-        return out
-
-
-def _call(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs)
-
-
 def _key(tensor: Any) -> int | None:
     """The address of a tensor's storage; of anything else, or of a tensor without one, None."""
     try:
         return storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _heard(operator: CompiledGraph, args: Any) -> Any:
-    """Let those who listen run it; whoever counts bytes is told of what is made inside."""
-    if _thread.ears is not None:
-        return listen.heard(operator, *args)
-    _thread.ears = listen.who_counts()
-    try:
-        return listen.heard(operator, *args)
-    finally:
-        _thread.ears = None
 
 
 def _call_graph(graph: Any, inputs: Any) -> Any:
@@ -195,7 +154,7 @@ def _call_graph(graph: Any, inputs: Any) -> Any:
         setattr(graph, _REGION, operator)
     # In a backward pass what was saved is let go of as soon as it has been read.
     in_backward = graph_task_id() != -1 and type(inputs) is list
-    return _heard(operator, (inputs,) if in_backward else tuple(inputs)).everything
+    return operator.heard(*((inputs,) if in_backward else inputs)).everything
 
 
 def _run_graph(graph: Any, inputs: Any) -> Any:
@@ -209,7 +168,6 @@ def _run_graph(graph: Any, inputs: Any) -> Any:
 class _ThreadCalls(threading.local):
     def __init__(self) -> None:
         self.calls: list[_CompiledCall] = []  # of compiled functions, the outermost first
-        self.ears: list[Any] | None = None  # who counts bytes, while a graph is heard
 
 
 _thread = _ThreadCalls()
@@ -424,7 +382,6 @@ def _calls_of_thread() -> Callable[[], None]:
     def end_later_ones() -> None:
         while len(_thread.calls) > count:
             _thread.calls.pop().end()
-        _thread.ears = None
 
     return end_later_ones
 

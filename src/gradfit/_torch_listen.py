@@ -413,12 +413,14 @@ def heard_by_one(ear: Ear) -> Iterator[None]:
     """Inside of an operation that nobody hears, its parts are heard by `ear`."""
     before = _thread.innermost
     try:
-        _thread.innermost = _Link(ear, None, False)
+        _thread.innermost = _Link(ear, None, True)
+        _tell_engine()  # the operation may run a backward pass
         _exclude(_KEY, False)
         yield
     finally:
         _exclude(_KEY, True)
         _thread.innermost = before
+        _tell_engine()
 
 
 def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:

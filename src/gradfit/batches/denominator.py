@@ -335,6 +335,11 @@ def _sum(path: _GraphPath) -> _Reached:
     return path.sum() if count is None else path.mean(count, "mean")
 
 
+@_rule("_SumOfTilesBackward")
+def _sum_of_tiles(path: _GraphPath) -> _Reached:
+    return path.sum()
+
+
 @_rule("MeanBackward0", "MeanBackward1")
 def _mean(path: _GraphPath) -> _Reached:
     inside = _several(path)

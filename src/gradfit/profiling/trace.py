@@ -158,6 +158,9 @@ class Trace(OperationListener):
         self._backward_task: int | None = None  # autograd's number for the loss's backward pass
         self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
+        self._given: set[int] = set()  # storages that the present node has unpacked
+        # Of these, those that it writes to: they are gradients in flight once the node has ended.
+        self._taken_over: dict[int, _WatchedStorage] = {}
         self._units = fsdp.units_of(model)
         self._parameters = list(model.parameters()) if self._units else []
         # by storage address: the bytes of a parameter that FSDP2 gathers, now
@@ -350,8 +353,7 @@ class Trace(OperationListener):
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches; the loss is gone by then."""
-        if self.nodes:
-            self.nodes[-1].after_bytes = self._other_bytes
+        self._end_node()
         self._let_boundaries_go()
         if self._events is not None:
             self._events.read()
@@ -371,7 +373,8 @@ class Trace(OperationListener):
     # ------------------------------------------------------------------------------------- backward
 
     def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if replay.replaying() or info_of(func).view:
+        info = info_of(func)
+        if replay.replaying() or info.view:
             out = func(*args, **kwargs)
             self._inside.take_peak()  # of a replay: not this node's
             return out
@@ -382,12 +385,33 @@ class Trace(OperationListener):
         self.nodes[-1].seconds += seconds
         self._charge(self.nodes[-1])
         for _, tensor, key in fresh_results(out, args):
-            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
-            watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
-            self._other[key] = watcher
+            self._other[key] = watcher = self._watch_gradient(tensor, key)
             self._other_bytes += watcher.nbytes
+        if info.writes and self._given:
+            self._take_over(written_tensors(info, args, kwargs))
         self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, self._other_bytes)
         return out
+
+    def _watch_gradient(self, tensor: torch.Tensor, key: int) -> _WatchedStorage:
+        watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
+        watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
+        return watcher
+
+    def _take_over(self, written: list[torch.Tensor]) -> None:
+        """A node makes gradients in the memory of what it has saved."""
+        for tensor in written:
+            key = storage_key(tensor)
+            if key in self._given and key not in self._taken_over:
+                self._taken_over[key] = self._watch_gradient(tensor, key)
+
+    def _end_node(self) -> None:
+        self._given.clear()
+        for key, watcher in self._taken_over.items():
+            self._other[key] = watcher
+            self._other_bytes += watcher.nbytes
+        self._taken_over.clear()
+        if self.nodes:
+            self.nodes[-1].after_bytes = self._other_bytes
 
     def _enter_node(self) -> None:
         node = self._node if self._is_nested() else current_node()
@@ -399,8 +423,7 @@ class Trace(OperationListener):
     def _begin_node(self, name: str) -> None:
         if self._units:
             self._take_unit_gradients()
-        if self.nodes:
-            self.nodes[-1].after_bytes = self._other_bytes
+        self._end_node()
         self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
 
     def _is_nested(self) -> bool:
@@ -414,6 +437,8 @@ class Trace(OperationListener):
         return graph_task_id() != self._backward_task and self._node is not None
 
     def _other_died(self, watcher: _WatchedStorage) -> None:
+        if self._taken_over.get(watcher.key) is watcher:
+            del self._taken_over[watcher.key]
         if self._other.get(watcher.key) is watcher:
             del self._other[watcher.key]
             self._other_bytes -= watcher.nbytes
@@ -422,11 +447,13 @@ class Trace(OperationListener):
         """A parameter has its gradient: from here on it is static, not in flight."""
         if parameter.grad is None or parameter.grad.layout is not torch.strided:
             return
-        watcher = self._other.pop(key_of(parameter.grad), None)
-        if watcher is not None:
-            self._other_bytes -= watcher.nbytes
-            if self.nodes:
-                self.nodes[-1].gradient_bytes += watcher.nbytes
+        key = key_of(parameter.grad)
+        in_flight, taken_over = self._other.pop(key, None), self._taken_over.pop(key, None)
+        if in_flight is not None:
+            self._other_bytes -= in_flight.nbytes
+        watcher = in_flight or taken_over
+        if watcher is not None and self.nodes:
+            self.nodes[-1].gradient_bytes += watcher.nbytes
 
     # ---------------------------------------------------------------------------------------- FSDP2
 
@@ -489,10 +516,13 @@ class Trace(OperationListener):
             return None
         return value if value is not None and self.values[value].operation is not None else None
 
-    def unpack(self, value: int | None) -> None:
+    def unpack(self, value: int | None, unpacked: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._enter_node()
+        tensor = unpacked()
         if value is not None:
             self.nodes[-1].needs.append(value)
+            self._given.add(storage_key(tensor))
+        return tensor
 
     # ---------------------------------------------------------------------------------------- where
 
@@ -558,8 +588,7 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         return trace.pack(tensor), packed
 
     def take(packed: Any) -> torch.Tensor:
-        trace.unpack(packed[0])
-        return unpack(packed[1])
+        return trace.unpack(packed[0], lambda: unpack(packed[1]))
 
     try:
         with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_ragged, output_bytes, sizes_of, storage_key, storage_owners
-from gradfit._torch_compile import CompiledGraph
+from gradfit._torch_one_operation import OneOperation
 from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
@@ -317,7 +317,7 @@ def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """`output_bytes`, which enters and leaves many contexts of torch's, none of them safe from
     Ctrl-C.
     """
-    if type(func) is CompiledGraph:  # generated code takes the addresses of what it is given
+    if isinstance(func, OneOperation):  # generated code takes the addresses of what it is given
         return None
     with uninterrupted():
         return output_bytes(func, args, kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_operator, is_ragged, schema_of
-from gradfit._torch_compile import CompiledGraph
+from gradfit._torch_one_operation import OneOperation
 from gradfit.tape.operators import info_of
 
 _WIDEST = 16  # bytes of the widest element there is: complex128
@@ -47,7 +47,7 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     """
     known = _rules.get(id(func))
     if known is None:
-        if type(func) is CompiledGraph:  # its address may be another's later
+        if isinstance(func, OneOperation):  # its address may be another's later
             return None
         info_of(func)  # which sees to it that the address is not used again
         known = _rules[id(func)] = _rule_of(func), _keeps_type(func)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import direct, is_custom, is_operator, schema_of
-from gradfit._torch_compile import CompiledGraph
+from gradfit._torch_one_operation import OneOperation
 from gradfit._torch_listen import aten_schemas, full_name
 
 UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number everywhere
@@ -159,25 +159,25 @@ def info_of(op: Any) -> OpInfo:
     """The (cached) description of an operator."""
     info = infos.get(id(op))
     if info is None:
-        if type(op) is CompiledGraph:  # not among them: it may die
-            return _info_of_compiled(op)
+        if isinstance(op, OneOperation):  # not among them: it may die
+            return _info_of_one_operation(op)
         info = infos[id(op)] = _describe(op)
         _alive.append(op)
     return info
 
 
-def _info_of_compiled(graph: CompiledGraph) -> OpInfo:
-    """Of what torch.compile made of a graph."""
-    info: OpInfo | None = graph.info
+def _info_of_one_operation(function: OneOperation) -> OpInfo:
+    """Of what torch.compile made of a graph, and of sums over tiles."""
+    info: OpInfo | None = function.info
     if info is None:
-        random, again = graph.draws, graph.can_run_again
-        info = graph.info = OpInfo(
-            writes=graph.mutated,
+        random, again = function.draws, function.can_run_again
+        info = function.info = OpInfo(
+            writes=function.mutated,
             reads_written=True,
             random=random,
             recordable=again,
             simple=again and not random,
-            call=graph,
+            call=function,
         )
     return info
 

@@ -84,6 +84,7 @@ class LazyForward(NotCopied):
         # Where somebody asks for the numbers anyway, the layer makes them in fewer steps.
         if runs_whole() or self.head.is_of_no_use or not _may_be_lazy(module, input):
             return nn.Linear.forward(module, input)
+        self.head.is_trained = module.training
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
 
@@ -108,11 +109,13 @@ def _may_be_multiplied(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def make_lazy(model: nn.Module, names: dict[str, bool], cut: Cut) -> dict[str, Head]:
+def make_lazy(
+    model: nn.Module, names: dict[str, bool], cut: Cut, *, gradients_early: bool
+) -> dict[str, Head]:
     """Give these layers their lazy forward."""
     heads = {}
     for name, is_sure in names.items():
         module: Any = model.get_submodule(name)
-        heads[name] = Head(name, cut, says_so=is_sure)
+        heads[name] = Head(name, cut, says_so=is_sure, gradients_early=gradients_early)
         module.forward = LazyForward(module, heads[name])
     return heads

@@ -2,9 +2,8 @@
 themselves.
 
 `F.cross_entropy` and its backward hold four tensors of the logits' size. A tile's logits are nobody
-else's, so they can become their own logarithmic softmax, and that the gradient: two. The kernels
-are torch's own, so each row has the bits of the untiled run; that they may write where they read
-was tested on the CPU, and is done there only.
+else's, so they can become their own logarithmic softmax, and that the gradient: one. That the
+kernel may write where it reads was tested on the CPU, and is done there only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfit._torch import log_softmax_backward
 from gradfit.tiling.expression import Applied, AutocastState, Expression, Projection
 
 # The results of these are new, and autograd does not save them: they may be written over.
@@ -35,22 +33,35 @@ _UNSAVED = {
 }
 
 
-class LabelLogProbability:
-    """`log_softmax(logits).gather(-1, label)`; the logits are used up."""
+class LabelLoss:
+    """Minus the logarithm of the probability of each row's label, times a factor if there is one; 0
+    where the label is ignored. The logits are used up.
+    """
 
-    def __call__(self, logits: Tensor, label: Tensor) -> Tensor:
+    def __call__(
+        self, logits: Tensor, label: Tensor, ignored: Tensor, factor: Tensor | None = None
+    ) -> Tensor:
         # Where autocast is on, a cross-entropy is computed in float32.
         is_narrow = logits.dtype in (torch.float16, torch.bfloat16)
         if is_narrow and AutocastState.now(logits.device).enabled:
             logits = logits.float()
         if logits.dtype not in (torch.float32, torch.float64) or logits.device.type != "cpu":
-            return self.plain(logits, label)
+            return self.plain(logits, label, ignored, factor)
         log_probability: Tensor = _InPlace.apply(logits, label)  # type: ignore[no-untyped-call]
-        return log_probability
+        return _loss(log_probability, ignored, factor)
 
-    def plain(self, logits: Tensor, label: Tensor) -> Tensor:
+    def plain(
+        self, logits: Tensor, label: Tensor, ignored: Tensor, factor: Tensor | None = None
+    ) -> Tensor:
         """The same, which can be differentiated again."""
-        return F.log_softmax(logits, -1).gather(-1, label)
+        return _loss(F.log_softmax(logits, -1).gather(-1, label), ignored, factor)
+
+
+def _loss(log_probability: Tensor, ignored: Tensor, factor: Tensor | None) -> Tensor:
+    losses = -log_probability.squeeze(-1)
+    if factor is not None:
+        losses = losses * factor
+    return losses.masked_fill(ignored, 0)
 
 
 def may_use_up(expression: Expression) -> bool:
@@ -70,6 +81,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # As in torch's kernel: gradient − exp(log_softmax) · Σ gradient, with one label in a row.
         numbers, ctx.numbers = ctx.numbers, None
-        of_log_softmax = torch.zeros_like(numbers).scatter_(-1, ctx.label, gradient)
-        return log_softmax_backward(of_log_softmax, numbers, out=numbers), None
+        numbers.exp_().mul_(-gradient)
+        return numbers.scatter_add_(-1, ctx.label, gradient), None

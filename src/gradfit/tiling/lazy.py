@@ -22,6 +22,7 @@ import contextlib
 import copy
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import compress
@@ -48,6 +49,7 @@ from gradfit.tiling.expression import (
 )
 from gradfit.tiling.gradient_sum import in_places
 from gradfit.tiling.reduce_rows import evaluate_whole, reduce_rows
+from gradfit.tiling.sum_rows import EarlyGradients, sum_rows
 
 Handler = Callable[["LazyLogits", Any, Any], Any]
 handlers: dict[Any, Handler] = {}  # by torch function; `lazy_functions` fills it
@@ -64,11 +66,17 @@ class Head:
         name: of the module.
         cut: how many rows at a time.
         says_so: whether to warn when the numbers are made whole.
+        gradients_early: whether a loss computes its gradients with its value.
     """
 
-    def __init__(self, name: str, cut: Cut, *, says_so: bool = True) -> None:
+    def __init__(
+        self, name: str, cut: Cut, *, says_so: bool = True, gradients_early: bool = True
+    ) -> None:
         self.name, self.cut = name, cut
         self.says_so = says_so
+        self._gradients_early = gradients_early
+        self._early: Callable[[], EarlyGradients | None] = _none
+        self.is_trained = True  # whether the module was in training mode when it was last called
         self.reduced = 0  # how often something was computed in tiles
         self.materialised = ""  # the first function that needed all numbers, and where
         self.rows = 0  # of the largest logits
@@ -78,6 +86,17 @@ class Head:
     def is_of_no_use(self) -> bool:
         """Whether all numbers were needed, and nothing was computed in tiles so far."""
         return bool(self.materialised) and not self.reduced
+
+    def early_gradients(self) -> EarlyGradients | None:
+        """For a loss that is to compute its gradients at once; None if it should not: no backward
+        pass may come, or gradients of an earlier loss are there still, and the memory of both would
+        be needed.
+        """
+        if not (self._gradients_early and self.is_trained) or self._early() is not None:
+            return None
+        early = EarlyGradients()
+        self._early = weakref.ref(early)
+        return early
 
     def needs_numbers(self, function: Any) -> None:
         """Some function needs all the logits: say so, once."""
@@ -93,6 +112,10 @@ class Head:
                 LogitsMaterialised,
                 stacklevel=4,
             )
+
+
+def _none() -> None:
+    return None
 
 
 def _name_of(function: Any) -> str:
@@ -209,7 +232,7 @@ class LazyLogits(Tensor):
             kwargs: more of them.
             origin: the call as it was, on whole tensors.
         """
-        expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
+        expression = self._applied(function, args, kwargs)
         return LazyLogits._make(
             expression, self.lead, self._class_dim, self._head, dtype_of(expression), origin
         )
@@ -250,8 +273,25 @@ class LazyLogits(Tensor):
         """In tiles: a function that makes a few numbers of each row; results have the flat rows
         first.
         """
-        expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
-        results = reduce_rows(expression, self._head.cut)
+        results = reduce_rows(self._applied(function, args, kwargs), self._head.cut)
+        self._note_results(results)
+        return results
+
+    def add_up(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, torch.dtype]:
+        """In tiles: the sum over all rows of a function that makes one number of each, not narrower
+        than float32; and the type of these numbers.
+        """
+        expression = self._applied(function, args, kwargs)
+        total, dtype = sum_rows(expression, self._head.cut, self._head.early_gradients())
+        self._note_results((total,))
+        return total, dtype
+
+    def _applied(self, function: Any, args: Any, kwargs: Any) -> Applied:
+        return Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
+
+    def _note_results(self, results: tuple[Tensor, ...]) -> None:
         self._head.reduced += 1
         # FSDP2 waits for a gradient of the logits, and none comes to what does not exist.
         differentiable = [each for each in results if each.requires_grad]
@@ -260,7 +300,6 @@ class LazyLogits(Tensor):
         for hook in self._hooks:
             for each in differentiable:
                 each.register_hook(hook)  # type: ignore[no-untyped-call]
-        return results
 
     def _note_reduced(self) -> None:
         """From now on part of the gradient goes past these logits, and those they are made of."""

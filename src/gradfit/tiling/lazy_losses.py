@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfit.tiling.expression import Rows
-from gradfit.tiling.label_probability import LabelLogProbability, may_use_up
+from gradfit.tiling.label_probability import LabelLoss, may_use_up
 from gradfit.tiling.lazy import LazyLogits, handlers
 from gradfit.tiling.lazy_handlers import handles, has_refused, operand
 
@@ -56,22 +56,23 @@ def _class_loss(
     if reduction not in ("mean", "sum", "none"):
         return NotImplemented  # torch says what is wrong
     flat = _flat_target(given["target"], lazy)
-    losses = _losses_of_rows(lazy, function, given, extra, flat)
+    loss = _loss_of_rows(lazy, function, given, extra, flat)
     if reduction == "none":
-        return losses.reshape(lazy.lead)
+        return lazy.reduce(*loss)[0].reshape(lazy.lead)
     if reduction == "sum":
-        return _added_up(losses)
-    return _added_up(losses, _divisor(flat, given["weight"], given["ignore_index"]))
+        return _added_up(lazy, loss)
+    return _added_up(lazy, loss, *_divisor(flat, given["weight"], given["ignore_index"]))
 
 
-def _losses_of_rows(
+def _loss_of_rows(
     lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any], flat: Tensor
-) -> Tensor:
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function that makes one number of each row, with its arguments."""
     is_labels = flat.dim() == 1
     if is_labels and _is_plain_cross_entropy(function, given) and may_use_up(lazy.expression):
-        return _label_losses(lazy, flat, given["weight"], given["ignore_index"])
+        return LabelLoss(), _labels(lazy, flat, given["weight"], given["ignore_index"]), {}
     extra = {**extra, "weight": given["weight"], "reduction": "none"}
-    return lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
+    return function, (lazy.expression, Rows(flat)), extra
 
 
 def _class_dim_of_loss(lazy: LazyLogits) -> int:
@@ -101,36 +102,48 @@ def _is_plain_cross_entropy(function: Any, given: dict[str, Any]) -> bool:
     return function is F.cross_entropy and not given["label_smoothing"]
 
 
-def _added_up(losses: Tensor, divisor: Tensor | int | None = None) -> Tensor:
-    """In the width of the sum, as torch's own kernels add, and rounded once."""
-    wide = losses.float() if losses.dtype in (torch.float16, torch.bfloat16) else losses
-    total = wide.sum() if divisor is None else wide.sum() / divisor
-    return total.to(losses.dtype)
-
-
-def _label_losses(
-    lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int
+def _added_up(
+    lazy: LazyLogits,
+    loss: Any,
+    divisor: Tensor | int | None = None,
+    is_empty: Tensor | bool | None = None,
 ) -> Tensor:
-    """Minus the logarithm of each label's probability, which is what a cross-entropy of labels adds
-    up.
+    """The sum of what a function makes of each row, divided, in the width of the sum, and rounded
+    once. A mean over nothing is NaN, and has no gradient.
     """
+    total, dtype = lazy.add_up(*loss)
+    if divisor is None:
+        return total.to(dtype)
+    if total.requires_grad:
+        nothing = divisor == 0 if is_empty is None else is_empty
+        total.register_hook(lambda gradient: torch.where(torch.as_tensor(nothing), 0, gradient))
+    return (total / divisor).to(dtype)
+
+
+def _labels(
+    lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Any, ...]:
+    """What a `LabelLoss` is of."""
     ignored = flat == ignore_index
     # An ignored label need not be a word (-100 by default): any word will do for it.
-    label = torch.where(ignored, 0, flat).long().unsqueeze(-1)
-    losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
-    if weight is not None:
-        losses = losses * weight.detach()[label.squeeze(-1)]
-    return losses.masked_fill(ignored, 0)
+    label = torch.where(ignored, 0, flat).long()
+    rows = [label.unsqueeze(-1), ignored, *([] if weight is None else [weight.detach()[label]])]
+    return (lazy.expression, *map(Rows, rows))
 
 
-def _divisor(flat: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
-    """What torch divides a mean by: the rows that count, or the weights of their classes."""
+def _divisor(
+    flat: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor | int, Tensor | bool]:
+    """What torch divides a mean by: the rows that count, or the weights of their classes; and
+    whether no row counts.
+    """
     if flat.dim() > 1:  # probabilities, of which every row counts
-        return flat.shape[0]
+        return flat.shape[0], not flat.shape[0]
     counts = flat != ignore_index
+    count = counts.sum()
     if weight is None:
-        return counts.sum()
-    return weight.detach()[torch.where(counts, flat, 0).long()].mul(counts).sum()
+        return count, count == 0
+    return weight.detach()[torch.where(counts, flat, 0).long()].mul(counts).sum(), count == 0
 
 
 def _loss_of_single_numbers(
@@ -149,7 +162,7 @@ def _loss_of_single_numbers(
     if reduction not in divisors or (reduction == "batchmean" and function is not F.kl_div):
         return NotImplemented  # torch says what is wrong
     extra = {**operands, "function": function}
-    return _added_up(lazy.reduce(_sum_of_row, (), extra)[0], divisors[reduction])
+    return _added_up(lazy, (_sum_of_row, (), extra), divisors[reduction])
 
 
 def _are_alike(given: dict[str, Any]) -> bool:

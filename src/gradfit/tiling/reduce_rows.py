@@ -4,15 +4,15 @@ Forward: for each tile of rows, make its logits, reduce them, drop them. Backwar
 tile by tile, and add up the weights' gradient in place. That is one matrix product more than
 keeping them (four for three), and less traffic to memory. The same trade as in Cut Cross-Entropy
 (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009), without its filter of small gradients,
-which is not exact.
+which is not exact. Where the rows are only added up, `sum_rows` saves that product.
 
 The functions that are evaluated are torch's own, so that rounding within a row is that of the
 untiled run.
 
-`F.linear_cross_entropy` (torch 2.13), which saves that product by computing its gradients in the
-forward pass, is not used. On the CPU it took 2.3 times a plain pass where tiles took 1.1 (1 × 1,024
-× 32,000, benchmarks/results/tile_frontier.txt); it makes the logits whole for label smoothing, adds
-up bfloat16 in bfloat16, allows one backward pass, and pays all twice where its node is rebuilt.
+`F.linear_cross_entropy` (torch 2.13) is not used. On the CPU it took 2.3 times a plain pass where
+tiles took 1.1 (1 × 1,024 × 32,000, benchmarks/results/tile_frontier.txt); it makes the logits whole
+for label smoothing, adds up bfloat16 in bfloat16, allows one backward pass, and pays all twice where
+its node is rebuilt.
 """
 
 from __future__ import annotations
@@ -56,16 +56,7 @@ class _TiledProgram(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.program, ctx.cut = program, cut
         ctx.save_for_backward(*tensors)
-        operands = _Tensors(program, tensors)
-        tiles: list[tuple[Tensor, ...]] = []
-        for begin, end in cut.bounds(operands.count):
-            logits = operands.logits(operands.hidden(begin, end))
-            rows = [tensor[begin:end] for tensor in operands.rows]
-            tiles.append(program.evaluate(logits, rows, operands.constants))
-            del logits  # before the next tile's are made
-        results = tuple(
-            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tiles, strict=True)
-        )
+        results = evaluate_tiles(program, cut, tensors)
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
         return results
 
@@ -79,9 +70,27 @@ class _TiledProgram(torch.autograd.Function):
                 return (
                     None,
                     None,
-                    *_differentiable_backward(ctx.program, tensors, needed, gradients),
+                    *differentiable_backward(ctx.program, tensors, needed, gradients),
                 )
-            return None, None, *_Backward(ctx.program, tensors, needed).run(ctx.cut, gradients)
+            return None, None, *TileGradients(ctx.program, tensors, needed).run(ctx.cut, gradients)
+
+
+def evaluate_tiles(
+    program: Program, cut: Cut, tensors: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """The results for all rows, of one tile after the other."""
+    operands = _Tensors(program, tensors)
+    tiles: list[tuple[Tensor, ...]] = []
+    for begin, end in cut.bounds(operands.count):
+        logits = operands.logits(operands.hidden(begin, end))
+        rows = [tensor[begin:end] for tensor in operands.rows]
+        tiles.append(program.evaluate(logits, rows, operands.constants))
+        del logits  # before the next tile's are made
+    return tuple(map(_joined, zip(*tiles, strict=True)))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 class _Tensors:
@@ -125,7 +134,7 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-class _Backward:
+class TileGradients:
     """The gradients of everything that was read, tile by tile."""
 
     def __init__(
@@ -145,18 +154,34 @@ class _Backward:
 
     def run(self, cut: Cut, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """One gradient, or None, for each operand."""
-        for begin, end in cut.bounds(self._operands.count):
-            # Where there are no rows at all, an empty tile makes the gradients zeros.
-            if begin < end or not begin:
-                self._tile(begin, end, [_part(each, begin, end) for each in gradients])
+        for begin, end in self._bounds(cut):
+            self._tile(begin, end, [_part(each, begin, end) for each in gradients])
+        return self._gradients()
+
+    def run_with_results(self, cut: Cut) -> tuple[Tensor, list[Tensor]]:
+        """The first result, and the gradients of its sum, for each operand that needs one."""
+        tiles = [self._tile(begin, end, None)[0].detach() for begin, end in self._bounds(cut)]
+        return _joined(tiles), [each for each in self._gradients() if each is not None]
+
+    def _bounds(self, cut: Cut) -> list[tuple[int, int]]:
+        # Where there are no rows at all, an empty tile makes the gradients zeros.
+        bounds = cut.bounds(self._operands.count)
+        return [(begin, end) for begin, end in bounds if begin < end or not begin]
+
+    def _gradients(self) -> list[Tensor | None]:
         return [self._gradient_of(at) for at in range(len(self._needed))]
 
     def _gradient_of(self, at: int) -> Tensor | None:
         return self._sums[at].result() if at in self._sums else self._by_row.get(at)
 
-    def _tile(self, begin: int, end: int, gradients: list[Tensor | None]) -> None:
+    def _tile(
+        self, begin: int, end: int, gradients: list[Tensor | None] | None
+    ) -> tuple[Tensor, ...]:
+        """Add what one tile gives, and return its results; without `gradients`, of the sum of the
+        first of them.
+        """
         hidden = self._operands.hidden(begin, end)
-        of_operands = self._differentiate(hidden, begin, end, gradients)
+        results, of_operands = self._differentiate(hidden, begin, end, gradients)
         for at, states in enumerate(hidden):
             gradient = of_operands.pop(3 * at, None)
             if gradient is not None:
@@ -167,11 +192,12 @@ class _Backward:
                 self._by_row[at][begin:end] = other
             else:
                 self._sums[at].add(other)
+        return results
 
     def _differentiate(
-        self, hidden: list[Tensor], begin: int, end: int, gradients: list[Tensor | None]
-    ) -> dict[int, Tensor]:
-        """By operand: the gradients of this tile's logits, of its rows of other tensors, and of
+        self, hidden: list[Tensor], begin: int, end: int, gradients: list[Tensor | None] | None
+    ) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+        """The results; and by operand: the gradients of this tile's logits, of its rows of other tensors, and of
         constants.
         """
         operands = self._operands
@@ -190,7 +216,9 @@ class _Backward:
         ]
         with torch.enable_grad():
             results = self._program.evaluate(logits, rows, constants)
-        return _gradients_of(results, gradients, leaves)
+        if gradients is None:
+            gradients = [torch.ones_like(results[0])]
+        return results, _gradients_of(results, gradients, leaves)
 
     def _leaf(self, leaves: dict[int, Tensor], at: int, tensor: Tensor) -> Tensor:
         if not self._needed[at]:
@@ -239,7 +267,7 @@ def _differentiable(
     ]
 
 
-def _differentiable_backward(
+def differentiable_backward(
     program: Program,
     tensors: tuple[Any, ...],
     needed: tuple[bool, ...],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradfit.arguments import invalid, read_count, read_instance, read_list
+from gradfit.arguments import invalid, read_count, read_flag, read_instance, read_list
 from gradfit.errors import MisuseError
 from gradfit.not_copied import NotCopied
 from gradfit.tiling.cut import DEFAULT_SIZE, MODULE_SIZE, Cut
@@ -27,13 +27,21 @@ class TiledModel(NotCopied):
         heads: by the name of each such projection, whether it says so when its numbers are made
             after all.
         cut: how its rows are cut.
+        gradients_early: whether a loss computes its gradients with its value.
     """
 
     _instead_of_copy = "Call remove(), copy the model, and tile both."
 
-    def __init__(self, model: torch.nn.Module, heads: dict[str, bool], cut: Cut) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        heads: dict[str, bool],
+        cut: Cut,
+        *,
+        gradients_early: bool = True,
+    ) -> None:
         self._model, self.cut = model, cut
-        self.heads: dict[str, Head] = make_lazy(model, heads, cut)
+        self.heads: dict[str, Head] = make_lazy(model, heads, cut, gradients_early=gradients_early)
         self._modules: dict[str, TiledForward] = {}
 
     def add_modules(
@@ -98,6 +106,7 @@ def tile(
     *,
     modules: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
+    gradients_early: bool = True,
 ) -> TiledModel:
     """Compute what is wider than the model's hidden states a few tokens at a time, with the same
     gradients.
@@ -122,6 +131,10 @@ def tile(
         modules: names of the modules to run in tiles, each refused if it mixes tokens; None looks
             for them.
         exclude: names of modules that stay as they are.
+        gradients_early: in training mode, a loss that adds up its rows computes their gradients
+            while a tile's logits are there, and keeps them for the backward pass: three matrix
+            products in the place of four. False: always in the backward pass, for where many
+            losses are computed and few of them differentiated.
 
     Raises:
         MisuseError: the model is tiled already, a name is not one of its modules, or `size` is no
@@ -136,6 +149,7 @@ def tile(
     read_instance(model, "model", torch.nn.Module, "a torch.nn.Module")
     if size is not None:
         read_count(size, "size")
+    read_flag(gradients_early, "gradients_early")
     left_out = set(_names(model, exclude, "exclude"))
     named = None if modules is None else _names(model, modules, "modules")
     if is_tiled(model):
@@ -144,7 +158,9 @@ def tile(
         )
     heads = {name: is_sure for name, is_sure in find_heads(model).items() if name not in left_out}
     candidates = _find_candidates(model, heads) if named is None else named
-    tiled = TiledModel(model, heads, Cut(size or DEFAULT_SIZE))
+    tiled = TiledModel(
+        model, heads, Cut(size or DEFAULT_SIZE), gradients_early=gradients_early
+    )
     tiled_modules = [name for name in candidates if name not in left_out]
     tiled.add_modules(tiled_modules, Cut(size or MODULE_SIZE), is_named=named is not None)
     return tiled
@@ -197,7 +213,9 @@ def with_tiles(
 
 def tile_as(model: torch.nn.Module, tiles: Tiles) -> TiledModel:
     """Put a plan's tiles on a model."""
-    tiled = TiledModel(model, dict.fromkeys(tiles.heads, False), Cut(parts=tiles.parts))
+    heads = dict.fromkeys(tiles.heads, False)
+    cut = Cut(parts=tiles.parts)
+    tiled = TiledModel(model, heads, cut, gradients_early=tiles.gradients_early)
     tiled.add_modules(tiles.modules, Cut(parts=tiles.module_parts), is_checked=True)
     return tiled
 

@@ -17,6 +17,8 @@ class Tiles:
     heads: tuple[str, ...] = ()  # projections to a vocabulary, whose logits are lazy
     module_parts: int = 1
     modules: tuple[str, ...] = ()  # modules that treat each token by itself
+    # whether a loss computes its gradients with its value, while the logits are there
+    gradients_early: bool = False
 
     def __str__(self) -> str:
         parts = ((self.parts, self.heads), (self.module_parts, self.modules))
