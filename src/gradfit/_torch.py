@@ -41,7 +41,7 @@ _plain_tensor = torch.Tensor
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 # whether the backward pass that runs now was called with `retain_graph`
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 # Operators that torch's own Python functions call with the very same arguments: those read their
@@ -212,6 +212,17 @@ def below_autograd() -> Any:
     good.
     """
     return torch._C._ExcludeDispatchKeyGuard(_UPPER_KEYS)
+
+
+with torch._C._AutoDispatchBelowAutograd():
+    _AUTOGRAD_KEYS = torch._C._dispatch_tls_local_exclude_set() - _USUAL_EXCLUDED
+
+
+def with_autograd() -> Any:
+    """A context: autograd is there, in a replay too."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 # The CPU's allocator, and what allocates beside torch's own allocator on a device (a driver,
@@ -747,6 +758,18 @@ def overloads_of(op: Any) -> Any:
     return getattr(op, "overloadpacket", op)
 
 
+def log_softmax_backward(
+    gradient: torch.Tensor, output: torch.Tensor, *, out: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the input of a `log_softmax` over the last dimension, which gave `output`;
+    written to `out`.
+
+    torch 2.10 to 2.15 have it as this operator; its public form makes a new tensor.
+    """
+    torch.ops.aten._log_softmax_backward_data.out(gradient, output, -1, output.dtype, out=out)
+    return out
+
+
 # Below it, methods and functions of torch do not ask a subclass of Tensor what they mean.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -775,7 +798,9 @@ def saved_tensor(ctx: Any, at: int) -> torch.Tensor:
     all of them. Seen in torch 2.10 to 2.15.
     """
     saved = ctx._raw_saved_tensors[at]
-    tensor: torch.Tensor = saved.data if saved.unpack_hook is None else saved.unpack_hook(saved.data)
+    tensor: torch.Tensor = (
+        saved.data if saved.unpack_hook is None else saved.unpack_hook(saved.data)
+    )
     return tensor
 
 

@@ -126,7 +126,7 @@ def test_a_node_that_works_in_tiles_is_one_node() -> None:
         names = [node.name for node in one.nodes]
         assert "_InPlaceBackward" not in names
         modules = one.tiles.modules if one.tiles is not None else ()
-        assert names.count("_TiledProgramBackward") == 1
+        assert names.count("_SumOfTilesBackward") == 1
         assert names.count("_TiledModuleBackward") == len(modules)
 
 

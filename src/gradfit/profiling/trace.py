@@ -393,8 +393,9 @@ class Trace(OperationListener):
         return out
 
     def _watch_gradient(self, tensor: torch.Tensor, key: int) -> _WatchedStorage:
-        watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
-        watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        watcher: _WatchedStorage = watch_storage(storage, self._other_died, _WatchedStorage)
+        watcher.key, watcher.nbytes = key, storage.nbytes()
         return watcher
 
     def _take_over(self, written: list[torch.Tensor]) -> None:
@@ -516,11 +517,15 @@ class Trace(OperationListener):
             return None
         return value if value is not None and self.values[value].operation is not None else None
 
-    def unpack(self, value: int | None, unpacked: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def unpack(self, value: int | None) -> None:
+        """A node asks for a value."""
         self._enter_node()
-        tensor = unpacked()
         if value is not None:
             self.nodes[-1].needs.append(value)
+
+    def give(self, value: int | None, tensor: torch.Tensor) -> torch.Tensor:
+        """It gets it."""
+        if value is not None:
             self._given.add(storage_key(tensor))
         return tensor
 
@@ -588,7 +593,8 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         return trace.pack(tensor), packed
 
     def take(packed: Any) -> torch.Tensor:
-        return trace.unpack(packed[0], lambda: unpack(packed[1]))
+        trace.unpack(packed[0])
+        return trace.give(packed[0], unpack(packed[1]))
 
     try:
         with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradfit._torch import direct, is_custom, is_operator, schema_of
-from gradfit._torch_one_operation import OneOperation
 from gradfit._torch_listen import aten_schemas, full_name
+from gradfit._torch_one_operation import OneOperation
 
 UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number everywhere
 

@@ -2,8 +2,9 @@
 themselves.
 
 `F.cross_entropy` and its backward hold four tensors of the logits' size. A tile's logits are nobody
-else's, so they can become their own logarithmic softmax, and that the gradient: one. That the
-kernel may write where it reads was tested on the CPU, and is done there only.
+else's, so they can become their own logarithmic softmax, and that the gradient: one. The kernels
+are torch's own, so each row has the bits of the untiled run; that they may write where they read
+was tested on the CPU, and is done there only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradfit._torch import log_softmax_backward
 from gradfit.tiling.expression import Applied, AutocastState, Expression, Projection
 
 # The results of these are new, and autograd does not save them: they may be written over.
@@ -31,6 +33,9 @@ _UNSAVED = {
     Tensor.__rmul__,
     Tensor.__radd__,
 }
+
+
+_NUMBERS_AT_ONCE = 1 << 19
 
 
 class LabelLoss:
@@ -81,7 +86,15 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # As in torch's kernel: gradient − exp(log_softmax) · Σ gradient, with one label in a row.
         numbers, ctx.numbers = ctx.numbers, None
-        numbers.exp_().mul_(-gradient)
-        return numbers.scatter_add_(-1, ctx.label, gradient), None
+        # A few rows at a time: their gradients, zeros but for the labels', stay in the cache.
+        rows, words = numbers.shape
+        few = max(1, min(rows, _NUMBERS_AT_ONCE // max(1, words)))
+        of_log_softmax = numbers.new_zeros(few, words)
+        for begin in range(0, rows, few):
+            part, label = numbers[begin : begin + few], ctx.label[begin : begin + few]
+            sparse = of_log_softmax[: part.shape[0]]
+            sparse.scatter_(-1, label, gradient[begin : begin + few])
+            log_softmax_backward(sparse, part, out=part)
+            sparse.scatter_(-1, label, 0)
+        return numbers, None

@@ -116,7 +116,9 @@ def _added_up(
         return total.to(dtype)
     if total.requires_grad:
         nothing = divisor == 0 if is_empty is None else is_empty
-        total.register_hook(lambda gradient: torch.where(torch.as_tensor(nothing), 0, gradient))
+        total.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: torch.where(torch.as_tensor(nothing), 0, gradient)
+        )
     return (total / divisor).to(dtype)
 
 

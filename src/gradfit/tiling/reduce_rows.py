@@ -10,9 +10,9 @@ The functions that are evaluated are torch's own, so that rounding within a row 
 untiled run.
 
 `F.linear_cross_entropy` (torch 2.13) is not used. On the CPU it took 2.3 times a plain pass where
-tiles took 1.1 (1 × 1,024 × 32,000, benchmarks/results/tile_frontier.txt); it makes the logits whole
-for label smoothing, adds up bfloat16 in bfloat16, allows one backward pass, and pays all twice where
-its node is rebuilt.
+tiles took 1.1 (1 × 1,024 × 32,000, benchmarks/results/tile_frontier.txt); it makes the logits
+whole for label smoothing, adds up bfloat16 in bfloat16, allows one backward pass, and pays all
+twice where its node is rebuilt.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class TileGradients:
     def _differentiate(
         self, hidden: list[Tensor], begin: int, end: int, gradients: list[Tensor | None] | None
     ) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-        """The results; and by operand: the gradients of this tile's logits, of its rows of other tensors, and of
-        constants.
+        """The results; and by operand, the gradients of this tile's logits, of its rows of other
+        tensors, and of constants.
         """
         operands = self._operands
         leaves: dict[int, Tensor] = {}

@@ -1,5 +1,5 @@
-"""Adds up what an expression makes of each row, and computes the gradients in the same visit of each
-tile.
+"""Adds up what an expression makes of each row, and computes the gradients in the same visit of
+each tile.
 
 A loss is mostly such a sum, divided afterwards: what comes back to it in the backward pass is one
 number, so that the gradients of hidden states and weights are known up to that factor as soon as a
@@ -28,6 +28,7 @@ from gradfit._torch import (
     inside_torch_checkpoint,
     keeps_graph,
     saved_tensor,
+    with_autograd,
 )
 from gradfit._torch_listen import dispatch_modes
 from gradfit._torch_one_operation import OneOperation, telling
@@ -149,7 +150,8 @@ class _SumWithGradients(OneOperation):
     def _run(self, *tensors: Any) -> list[Tensor]:
         # What autograd saves in a tile is nobody else's, and used at once.
         own_saves = saved_tensors_hooks(_same, _same)
-        with torch.no_grad(), telling(), own_saves, without_autocast(tensors[0].device):
+        without_cast = without_autocast(tensors[0].device)
+        with with_autograd(), telling(), torch.no_grad(), own_saves, without_cast:
             gradients = TileGradients(self._program, tensors, self._needed)
             rows, found = gradients.run_with_results(self._cut)
             self.dtype = rows.dtype

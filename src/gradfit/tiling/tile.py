@@ -158,9 +158,7 @@ def tile(
         )
     heads = {name: is_sure for name, is_sure in find_heads(model).items() if name not in left_out}
     candidates = _find_candidates(model, heads) if named is None else named
-    tiled = TiledModel(
-        model, heads, Cut(size or DEFAULT_SIZE), gradients_early=gradients_early
-    )
+    tiled = TiledModel(model, heads, Cut(size or DEFAULT_SIZE), gradients_early=gradients_early)
     tiled_modules = [name for name in candidates if name not in left_out]
     tiled.add_modules(tiled_modules, Cut(size or MODULE_SIZE), is_named=named is not None)
     return tiled
