@@ -183,12 +183,10 @@ def measured() -> Profile:
 
 def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
     profile = measured()
-    assert [one.tiles is not None and one.tiles.heads for one in profile.tiled] == [
-        ("head",),
-        ("head",),
-    ]
-    assert profile.tiled[1].tiles is not None
-    assert profile.tiled[1].tiles.modules == ("mlp",)
+    tiles = [one.tiles for one in profile.tiled if one.tiles is not None]
+    assert [one.heads for one in tiles] == [("head",)] * 3
+    assert [one.modules for one in tiles] == [(), ("mlp",), ("mlp",)]
+    assert [one.gradients_early for one in tiles] == [True, True, False]
     again = Profile.from_json(profile.to_json())
     assert again == profile
     plan = gf.plan(profile, memory=SHORT, batch_size=2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import gradfit as gf
+from gradfit.tiling.sum_rows import _SumWithGradients
 
 pytest.importorskip("transformers")
 
@@ -84,6 +85,28 @@ def test_narrower_types_are_no_further_from_float64(name: str) -> None:
         # A tile's part of a module's gradient is rounded before it is added in float32: once more
         # than that of the whole.
         assert error(modules, exact) <= max(1.05 * theirs, 2e-6)
+
+
+# Without dropout, so that another type draws no other masks in training mode either.
+UNDROPPED = ("llama", "gemma2", "mistral", "qwen2", "qwen3", "gemma", "granite", "cohere", "t5")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in UNDROPPED],
+)
+def test_gradients_that_come_with_the_loss_are_no_further_from_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = []
+    own = _SumWithGradients._run
+    monkeypatch.setattr(_SumWithGradients, "_run", lambda *args: sums.append(args) or own(*args))
+    batch = make_batch()
+    model = make_model(name, torch.float32)
+    plain, found = run(model, batch), tiled(model, batch, modules=[])
+    assert len(sums) == 1
+    exact = run(model.double(), batch)
+    assert error(found, exact) <= max(1.02 * error(plain, exact), 2e-6)
 
 
 @pytest.mark.parametrize("name", EXPERTS)
