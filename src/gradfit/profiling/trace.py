@@ -401,7 +401,7 @@ class Trace(OperationListener):
     def _take_over(self, written: list[torch.Tensor]) -> None:
         """A node makes gradients in the memory of what it has saved."""
         for tensor in written:
-            key = storage_key(tensor)
+            key = storage_key(tensor) if tensor.layout is torch.strided else 0
             if key in self._given and key not in self._taken_over:
                 self._taken_over[key] = self._watch_gradient(tensor, key)
 
@@ -525,7 +525,7 @@ class Trace(OperationListener):
 
     def give(self, value: int | None, tensor: torch.Tensor) -> torch.Tensor:
         """It gets it."""
-        if value is not None:
+        if value is not None and tensor.layout is torch.strided:
             self._given.add(storage_key(tensor))
         return tensor
 
