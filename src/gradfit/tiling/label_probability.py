@@ -35,7 +35,7 @@ _UNSAVED = {
 }
 
 
-_NUMBERS_AT_ONCE = 1 << 19
+_NUMBERS_AT_ONCE, _MOST_STEPS = 1 << 19, 8
 
 
 class LabelLoss:
@@ -89,7 +89,7 @@ class _InPlace(torch.autograd.Function):
         numbers, ctx.numbers = ctx.numbers, None
         # A few rows at a time: their gradients, zeros but for the labels', stay in the cache.
         rows, words = numbers.shape
-        few = max(1, min(rows, _NUMBERS_AT_ONCE // max(1, words)))
+        few = max(1, min(rows, max(-(-rows // _MOST_STEPS), _NUMBERS_AT_ONCE // max(1, words))))
         of_log_softmax = numbers.new_zeros(few, words)
         for begin in range(0, rows, few):
             part, label = numbers[begin : begin + few], ctx.label[begin : begin + few]
