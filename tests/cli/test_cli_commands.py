@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -283,7 +284,9 @@ def test_plan_says_what_is_predicted_and_whether_parts_add_up(
     said = capsys.readouterr().out
     assert "micro-batch × count" in said
     assert "predicted from a measured profile" in said
-    assert "16 × 1" in said
+    sizes = re.findall(r"(\d+) × (\d+)", said)  # which of them are worth it is the clock's to say
+    assert sizes
+    assert all(int(rows) * int(count) >= 16 for rows, count in sizes)
     page = (folder / "page.html").read_text().split("</style>")[1].split("<script>")[0]
     assert "Memory against time" in page
     assert "Chosen" not in page

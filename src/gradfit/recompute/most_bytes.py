@@ -42,8 +42,8 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     """The most bytes that an operation's new results can take; None where no rule tells.
 
     >>> x = torch.ones(8, 4)
-    >>> most_bytes(torch.ops.aten.mm.default, (x, torch.ones(4, 2)), {})  # at most 16 bytes each
-    256
+    >>> most_bytes(torch.ops.aten.mm.default, (x, torch.ones(4, 2)), {})  # 16 numbers of 4 bytes
+    64
     """
     known = _rules.get(id(func))
     if known is None:
