@@ -93,6 +93,18 @@ def test_a_process_says_which_core_it_uses(built: Path) -> None:
     assert run_native("-c", _RECORDS, setting="0") == "Python core: GRADFIT_NATIVE=0\n"
 
 
+FIRST_PROFILE = """
+import torch, gradfit as gf
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+profile = gf.profile(model, lambda model, x: model(x).square().mean(), torch.randn(1, 4))
+print(*(operation.name for operation in profile.operations[:2]))
+"""
+
+
+def test_connecting_the_core_is_no_operation_of_the_first_profile(built: Path) -> None:
+    assert run_native("-c", FIRST_PROFILE).split() == ["aten.addmm.default", "aten.tanh.default"]
+
+
 def test_nothing_is_compiled_that_nobody_asked_for(tmp_path: Path) -> None:
     said = run_native("-c", _RECORDS, setting="auto", GRADFIT_NATIVE_CACHE=str(tmp_path))
     if _torch_native.why_unsupported() is None:

@@ -105,7 +105,8 @@ def _connected_core() -> Any:
     if native is not None and not _connected:
         with _lock:
             if not _connected:
-                _connect(native)
+                with _torch_listen.unseen():  # somebody may record already: samples are made
+                    _connect(native)
                 _connected.append(True)
     return native
 
