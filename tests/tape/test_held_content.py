@@ -123,6 +123,28 @@ def test_a_view_of_a_parameter_that_was_written_to_is_saved_as_itself() -> None:
     assert torch.equal(run(gf.CheckpointScope("s")), run(contextlib.nullcontext()))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("way", [gf.CheckpointScope, gf.CheckpointManager])
+def test_a_view_of_a_parameter_whose_memory_a_scope_has_made_is_saved_as_itself(
+    way: Any, inside: bool
+) -> None:
+    def run(scope: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight, p, q = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        with scope:
+            p.data = p.data * 0.5 + 3
+            loss = F.linear(weight.sin(), p).sum()
+            p.data, q.data = q.data, p.data
+            if inside:
+                q.data.mul_(0.5)
+        if not inside:
+            q.data.mul_(0.5)
+        return torch.autograd.grad(loss, weight)[0]
+
+    scope = way(max_memory_mb=1, auto_checkpoint=True) if way is gf.CheckpointManager else way("s")
+    assert torch.equal(run(scope), run(contextlib.nullcontext()))
+
+
 def test_a_module_that_is_converted_inside_a_scope() -> None:
     def run(scoped: bool) -> torch.Tensor:
         torch.manual_seed(0)

@@ -1244,6 +1244,9 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
   Ref geometry = Ref::borrow(Py_None);
   Ref forward_tensor = alive(known.forward_tensor.in(value.get()));
   if (forward_tensor.get() != object) {
+    if (tensor.is_view() && is_leaf_with_gradient(at::Tensor(tensor._base()))) {
+      return pack_root(saved_tensors, table, object, tensor);
+    }
     Ref place = geometry_of(tensor);
     if (!is_equal(place.get(), known.geometry.in(value.get()))) geometry = std::move(place);
   }

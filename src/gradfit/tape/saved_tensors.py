@@ -140,6 +140,8 @@ class SavedTensors:
         geometry = None
         forward_tensor = value.forward_tensor()
         if forward_tensor is not tensor:
+            if tensor._base is not None and is_view_of_parameter(tensor):
+                return self._pack_root(tensor)  # `.data =` made the result a parameter's memory
             try:
                 geometry = place_of(tensor)
             except Untrackable:
@@ -203,7 +205,7 @@ class SavedTensors:
             and self._present(value, tensor) is value
         ):  # hot: all of what a method has written to
             return self._handle(value, None, tensor, tensor)
-        if value.position < 0 and is_view_of_parameter(tensor):
+        if is_view_of_parameter(tensor):
             return self._pack_root(tensor)
         try:
             geometry: Geometry | None = place_of(tensor)
