@@ -22,6 +22,7 @@ def task() -> tuple[torch.nn.Module, Tensor, Tensor]:
     return model, torch.randn(ROWS, 4, dtype=torch.float64), targets
 
 
+_WEIGHTS = torch.tensor([0.1, 0.7, 1.3, 0.9, 0.35]).double()
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padding": lambda scores, targets: F.cross_entropy(scores, targets),
     "class weights": lambda scores, targets: F.cross_entropy(
@@ -36,7 +37,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "class weights and label smoothing": lambda scores, targets: F.cross_entropy(
         scores,
         targets,
-        weight=torch.tensor([0.1, 0.7, 1.3, 0.9, 0.35]).double(),
+        weight=_WEIGHTS,
         label_smoothing=0.1,
     ),
     "mean over the mask's mean": lambda scores, targets: (
@@ -51,6 +52,49 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         scores.square().sum(0).mean() / len(scores)
     ),
     "flattened": lambda scores, _: scores.square().mean(1).view(-1).sum() / len(scores),
+    "sum over rows, divided by their number and by two": lambda scores, _: (
+        scores.square().sum() / len(scores) / 2
+    ),
+    "half of a sum over its rows": lambda scores, _: 0.5 * scores.square().sum() / len(scores),
+    "sum over its elements": lambda scores, _: scores.square().sum() / scores.numel(),
+    "flattened before it is added up": lambda scores, _: scores.reshape(-1).sum() / len(scores),
+    "divergence of distributions": lambda scores, _: F.kl_div(
+        scores.log_softmax(-1), torch.full_like(scores, 0.2), reduction="batchmean"
+    ),
+    "probabilities": lambda scores, _: F.cross_entropy(scores, torch.full_like(scores, 0.2)),
+    "counted labels": lambda scores, targets: (
+        F.cross_entropy(scores, targets, reduction="sum") / int((targets >= 0).sum())
+    ),
+    "weights of labels": lambda scores, targets: (
+        F.cross_entropy(scores, targets, weight=_WEIGHTS, reduction="none").sum()
+        / _WEIGHTS[targets[targets >= 0]].sum()
+    ),
+    "picked": lambda scores, targets: scores[targets >= 0].sum() / (targets >= 0).sum(),
+    "chosen": lambda scores, targets: (
+        torch.where((targets >= 0)[:, None], scores, 0.0).sum() / ((targets >= 0).sum() + 1e-8)
+    ),
+    "masked out": lambda scores, targets: (
+        scores.masked_fill((targets < 0)[:, None], 0.0).sum() / int((targets >= 0).sum())
+    ),
+    "masked elements": lambda scores, targets: (
+        (scores * (targets >= 0)[:, None]).sum() / ((targets >= 0).sum() * CLASSES)
+    ),
+    "masked before it is squared": lambda scores, targets: (
+        (scores * (targets >= 0)[:, None]).square().sum() / (targets >= 0).sum()
+    ),
+    "a product with the mask": lambda scores, targets: (
+        scores.sum(1).dot((targets >= 0).double()) / (targets >= 0).sum()
+    ),
+    "weighted by the mask": lambda scores, targets: (
+        F.binary_cross_entropy_with_logits(
+            scores, scores.detach() * 0, (targets >= 0)[:, None].double(), reduction="sum"
+        )
+        / (targets >= 0).sum()
+    ),
+    "mean over the mask's mean, a number": lambda scores, targets: (
+        (scores.sum(1) * (targets >= 0)).mean() / (targets >= 0).double().mean().item()
+    ),
+    "divided by a tensor": lambda scores, _: scores.square().mean() / torch.tensor(3.0),
     "columns' means": lambda scores, _: scores.square().mean(0).sum(),
     "for each step": lambda scores, targets: F.cross_entropy(scores, targets) / 4,
     "rows": lambda scores, targets: scores.square().mean() + 0.1 * scores.abs().mean(),
@@ -91,6 +135,30 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda scores: scores.mean() + scores[:2].mean(),
         "mean over 80 . mean over 10.*terms=",
     ),
+    "a sum over a constant": (
+        lambda scores: scores.sum() / 7,
+        r"divided by 7, .* Pass .* backward\(loss_sum, weight=n, reduction='sum'\)",
+    ),
+    "a sum over a tensor": (lambda scores: scores.sum() / torch.tensor(7.0), "divided by 7"),
+    "a sum over a root": (lambda scores: scores.sum() / len(scores) ** 0.5, "divided by 4"),
+    "a sum over more than its rows": (
+        lambda scores: scores.sum() / (len(scores) + 1),
+        "divided by 17",
+    ),
+    "a masked sum over more than the mask": (
+        lambda scores: (scores[:, 0] * (scores[:, 0] > 0)).sum() / ((scores[:, 0] > 0).sum() + 1),
+        "divided by",
+    ),
+    "a sum over two constants": (lambda scores: scores.sum() / 2 / 7, "divided by 7 and by 2"),
+    "weights of classes alone": (
+        lambda scores: (scores * _WEIGHTS).sum() / _WEIGHTS.sum(),
+        "divided by 3.35",
+    ),
+    "rows' means over a constant": (lambda scores: scores.mean(1).sum() / 7, "divided by 7"),
+    "a mean that is made a sum": (
+        lambda scores: scores.mean() * len(scores) / 64,
+        r"multiplied by 16, .* Leave `\* 16 / 64` out",
+    ),
     "a penalty that is a sum": (
         lambda scores: scores.mean() + scores.sum(),
         "several denominators",
@@ -107,6 +175,76 @@ def test_what_cannot_be_read_is_refused_before_anything_is_added(kind: str) -> N
         acc.backward(loss_of(model(x)), weight="auto")
     assert acc.current_step == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+CHANGING: dict[str, Callable[[Tensor], Tensor]] = {
+    "share of the rows": lambda scores: scores.mean() * (len(scores) / ROWS),
+    "root of the rows": lambda scores: scores.mean() / len(scores) ** 0.5,
+    "deviation": lambda scores: scores.mean() / scores.detach().std(),
+    "a term more": lambda scores: (
+        scores.mean() + scores.abs().mean() if len(scores) > 4 else scores.mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_factor_that_changes_within_a_window_is_refused(kind: str) -> None:
+    model, x, _ = task()
+    loss_of = CHANGING[kind]
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    acc.backward(loss_of(model(x[:4])), weight="auto")
+    before = model.weight.grad.clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(gf.MisuseError, match=r"changes within a window .* pass weight="):
+        acc.backward(loss_of(model(x[4:])), weight="auto")
+    assert torch.equal(model.weight.grad, before)  # type: ignore[arg-type]
+    acc.reset()
+    acc.backward(loss_of(model(x[4:])), weight="auto")  # another window
+
+
+def test_a_factor_may_change_between_windows() -> None:
+    model, x, _ = task()
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    for factor in (0.5, 0.25):
+        expected = torch.autograd.grad(factor * model(x).mean(), tuple(model.parameters()))
+        for rows in (x[:3], x[3:]):
+            acc.backward(factor * model(rows).mean(), weight="auto")
+            acc.step()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+            parameter.grad = None
+
+
+CLAMPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tensor": lambda scores, mask: (scores.sum(1) * mask).sum() / mask.sum().clamp(min=1),
+    "number": lambda scores, mask: (scores.sum(1) * mask).sum() / max(1, int(mask.sum())),
+    "picked": lambda scores, mask: scores[mask].sum() / max(1, int(mask.sum())),
+    "labels": lambda scores, mask: (
+        F.cross_entropy(scores, torch.where(mask, 1, -100), reduction="sum")
+        / mask.sum().clamp(min=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CLAMPED)
+def test_a_part_without_items_weighs_nothing_where_its_count_is_clamped(kind: str) -> None:
+    model, x, _ = task()
+    loss_of, mask = CLAMPED[kind], torch.arange(ROWS) % 3 == 0
+    mask[:3] = False
+    expected = torch.autograd.grad(loss_of(model(x), mask), tuple(model.parameters()))
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    for part in (slice(3), slice(3, None)):
+        acc.backward(loss_of(model(x[part]), mask[part]), weight="auto")
+        acc.step()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", CLAMPED)
+def test_of_one_row_that_is_masked_out_one_may_be_either(kind: str) -> None:
+    model, x, _ = task()
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    with pytest.raises(gf.MisuseError, match=r"divided by 1, .* weight=n"):
+        acc.backward(CLAMPED[kind](model(x[:1]), torch.tensor([False])), weight="auto")
 
 
 def test_other_words_and_sums_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradfit.accumulate import accumulator_options as options
 from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
-from gradfit.accumulate.auto_weight import read_auto_weight
+from gradfit.accumulate.auto_weight import WindowCoefficients, read_auto_weight
 from gradfit.accumulate.counted_micro_batches import end_micro_batch, end_settled_micro_batch
 from gradfit.accumulate.identities import without
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
@@ -100,6 +100,7 @@ class GradientAccumulator(NotCopied):
             steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype
         )
         skip = on_nonfinite == "skip"
+        self._coefficients = WindowCoefficients()
         self._passes = Backpropagator(
             self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip
         )
@@ -300,12 +301,13 @@ class GradientAccumulator(NotCopied):
         way = self.window.settled or self.window.next_way
         if way is not None and terms is None and self._backward_usual(loss, weight, reduction):
             return
+        coefficients: tuple[float, ...] = ()
         if isinstance(weight, str):
-            weight = read_auto_weight(weight, loss, reduction)
+            weight, coefficients = read_auto_weight(weight, loss, reduction)
         if terms is not None:
             self._backward_terms(options.read_terms(terms, loss, weight, reduction))
         else:
-            self._backward_one(loss, weight, reduction)
+            self._backward_one(loss, weight, reduction, coefficients)
 
     def _backward_usual(self, loss: Any, weight: Any, reduction: str) -> bool:
         """The short way; False if anything about this pass, or its window, is not usual."""
@@ -318,7 +320,13 @@ class GradientAccumulator(NotCopied):
             way = window.settled or window.next_way
             return way is not None and way.backward(window, loss, weight)
 
-    def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
+    def _backward_one(
+        self,
+        loss: Tensor | None,
+        weight: Number | Tensor,
+        reduction: str,
+        coefficients: tuple[float, ...],
+    ) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))
         number = read_weight(weight)
         loss = check_loss(loss) if number else loss
@@ -329,6 +337,7 @@ class GradientAccumulator(NotCopied):
             return
         with self.window.turn:
             self._begin()
+            self._coefficients.require_same(coefficients, self.window.state)
             self._passes.backward(loss, number, reduction)
             finalise_by_itself(self.window)
 

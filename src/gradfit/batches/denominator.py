@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradfit.batches.scalars import Floor, ScalarReader
@@ -35,7 +34,6 @@ _MOST_TERMS = 10_000
 # nodes one behind the other: more that Python has seen cannot be freed (`let_go_of_graph`)
 _LONGEST_WAY = 12_000
 _MOST_NAMED = 6  # terms that differ, in a message
-_NARROW = torch.tensor(1.0, dtype=torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,12 @@ class Term:
     """How the number that it was divided by was clamped; None if it was not, or nobody read
     along.
     """
-    divided: Number | None = None
-    """By what a mean was divided since; None if it was not. It is in `scale`, too."""
-    divided_by_tensors: Number | None = None
-    """Which part of that was tensors: they may count, as the mean of a mask does, where a number
-    of Python's is a coefficient.
+    divisors: tuple[Number, ...] = ()
+    """Each number by which the loss function divided it: of a sum they make the count, of a mean
+    they are in `scale`.
     """
+    is_sum: bool = False
+    """The reduction has not divided."""
 
     def __str__(self) -> str:
         if self.count is None:
@@ -91,7 +89,7 @@ class Term:
         """All scalars between the sum and the loss as one positive number: the loss is ± the sum /
         `divisor`.
         """
-        quotient = _quotient(1 if self.count is None else self.count, self.scale)
+        quotient = _quotient(_or_1(self.count), self.scale)
         return quotient.abs() if isinstance(quotient, Tensor) else abs(quotient)
 
 
@@ -191,8 +189,7 @@ class _GraphPath(NamedTuple):
 
     node: Any
     scaled: Number = 1
-    divided: Number | None = None
-    divided_by_tensors: Number | None = None
+    divisors: tuple[Number, ...] = ()
     reader: ScalarReader | None = None
     value: float | None = None  # what comes this way to the loss
     floor: Floor | None = None  # of the divisor
@@ -203,9 +200,15 @@ class _GraphPath(NamedTuple):
         seen = None if self.reader is None else self.reader.value_of(self.node)
         if seen is None:
             return self if self.value == otherwise else self._replace(value=otherwise)
-        return self._replace(
-            value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided))
-        )
+        return self._replace(value=seen * float(_quotient(self.scaled, _or_1(self.divided))))
+
+    @property
+    def divided(self) -> Number | None:
+        """All divisors as one; None if there are none."""
+        product: Number | None = None
+        for divisor in self.divisors:
+            product = divisor if product is None else product * divisor
+        return product
 
     def to(
         self, place: int, *, scale: Number = 1, divide: Number | None = None
@@ -214,29 +217,22 @@ class _GraphPath(NamedTuple):
         node = self.node.next_functions[place][0]
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
-        divided = self.divided if divide is None else _product(self.divided, divide)
+        divisors = self.divisors if divide is None else (*self.divisors, divide)
         length = self.length + 1
         return [
-            self._replace(node=node, scaled=self.scaled * scale, divided=divided, length=length)
+            self._replace(node=node, scaled=self.scaled * scale, divisors=divisors, length=length)
         ]
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""
-        scale = self.scaled if self.divided is None else _quotient(self.scaled, self.divided)
-        return Term(
-            count,
-            scale,
-            name,
-            self.node,
-            self.value,
-            self.floor,
-            divided=self.divided,
-            divided_by_tensors=self.divided_by_tensors,
-        )
+        divided, scale = self.divided, self.scaled
+        scale = scale if divided is None else _quotient(scale, divided)
+        return Term(count, scale, name, self.node, self.value, self.floor, self.divisors)
 
     def sum(self, name: str = "sum") -> Term:
         """The term of a reduction that has not divided: what comes after it has, if anything."""
-        return Term(self.divided, self.scaled, name, self.node, self.value, self.floor)
+        divided, node = self.divided, self.node
+        return Term(divided, self.scaled, name, node, self.value, self.floor, self.divisors, True)
 
     def shape(self, place: int) -> tuple[int, ...]:
         """Of the node's input, in the forward pass."""
@@ -319,10 +315,7 @@ def _div(path: _GraphPath) -> _Reached:
     floor = None if path.reader is None else path.reader.floor_of(other)
     if floor is not None:
         path = path._replace(floor=floor)
-    number = _number(other)
-    if not _was_number(other):
-        path = path._replace(divided_by_tensors=_product(path.divided_by_tensors, number))
-    return path.to(0, divide=number)
+    return path.to(0, divide=_number(other))
 
 
 @_rule("SumBackward0", "SumBackward1", "NansumBackward0")
@@ -465,13 +458,8 @@ def _number(value: Any) -> Number:
     return value  # type: ignore[no-any-return]
 
 
-def _was_number(saved: Tensor) -> bool:
-    """Whether torch has made this tensor from a number of Python's, which promotes no type."""
-    return torch.result_type(saved, _NARROW) == _NARROW.dtype
-
-
-def _product(number: Number | None, by: Number) -> Number:
-    return by if number is None else number * by
+def _or_1(number: Number | None) -> Number:
+    return 1 if number is None else number
 
 
 def _quotient(number: Number, by: Number) -> Number:

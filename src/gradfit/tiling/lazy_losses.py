@@ -119,6 +119,7 @@ def _added_up(
         total.register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: torch.where(torch.as_tensor(nothing), 0, gradient)
         )
+        total.grad_fn.item_count = divisor  # type: ignore[union-attr]  # for `item_counts`
     return (total / divisor).to(dtype)
 
 
