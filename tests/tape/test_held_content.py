@@ -568,3 +568,31 @@ def test_a_tensor_that_is_read_through_data_and_then_written_to(kind: str) -> No
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(run(True), run(False))
+
+
+# -------------------------------------------------------------- writes that nobody sees, afterwards
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: tensor.data.mul_(2),
+    "dlpack": lambda tensor: torch.from_dlpack(tensor.detach()).mul_(2),
+    "numpy": lambda tensor: np.multiply(tensor.detach().numpy(), 2, out=tensor.detach().numpy()),
+}
+
+
+def _overwritten_later(keep: Any, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+    """Of a value that autograd saves."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, requires_grad=True)
+    with contextlib.nullcontext() if keep is None else gf.CheckpointScope("scope", keep=keep):
+        saved = (x * 2).sigmoid()
+        loss = (saved * x).sum()
+    write(saved)
+    return list(torch.autograd.grad(loss, x))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_nobody_sees_is_seen_in_what_is_kept_as_in_plain(write: str) -> None:
+    sigmoid, expected = torch.ops.aten.sigmoid.default, _overwritten_later(None, WRITES[write])
+    kept = _overwritten_later(lambda op, output: op is sigmoid, WRITES[write])
+    assert torch.equal(kept[0], expected[0])
+    rebuilt = _overwritten_later(lambda op, output: False, WRITES[write])
+    assert torch.equal(rebuilt[0], _overwritten_later(None, lambda tensor: None)[0])
