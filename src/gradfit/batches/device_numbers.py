@@ -3,7 +3,8 @@
 Reading a number makes the host wait for its device. So numbers are collected, and read in one copy
 at the end. Each is a tensor of its own, for which a device's allocator hands out 512 bytes: if many
 are waiting they are sent to pinned memory of the host, for which nobody waits. So however many
-parts a batch has, their numbers take the memory of a few.
+parts a batch has, their numbers take the memory of a few. Whoever has more to launch before they
+are looked at sends them all: then only what was launched before is waited for.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class DeviceNumbers:
             queue = self._queues[value.device] = _Queue()
         return NumberPlace(value.device, queue.add(value))
 
+    def send(self) -> None:
+        """Let all that were added go to the host, where no more will be: nobody waits for what is
+        launched after this.
+        """
+        for queue in self._queues.values():
+            queue.send()
+
     def read(self) -> None:
         """Wait for all that were added."""
         self._numbers = {device: queue.read() for device, queue in self._queues.items()}
@@ -60,23 +68,37 @@ class _Queue:
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
         self._sent: list[tuple[list[int], Tensor]] = []  # which places they go to, and they
+        self._arrived: torch.Event | None = None  # where all were sent
         self._count = 0
 
     def add(self, value: Tensor) -> int:
         if len(self._waiting) == MOST_WAITING:
-            places, numbers = self._together()
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            self._sent.append((places, host.copy_(numbers, non_blocking=True)))
+            self._send_waiting()
         self._waiting.append(value.detach().reshape(()))
         self._count += 1
         return self._count - 1
 
+    def send(self) -> None:
+        if self._waiting:
+            device = self._send_waiting()
+            self._arrived = torch.Event(device)
+            self._arrived.record(torch.accelerator.current_stream(device))
+
+    def _send_waiting(self) -> torch.device:
+        places, numbers = self._together()
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+        self._sent.append((places, host.copy_(numbers, non_blocking=True)))
+        return numbers.device
+
     def read(self) -> list[float]:
         result = [0.0] * self._count
-        places, numbers = self._together()
-        # which waits: copies of the same stream that were begun before have come, too
-        last = places, numbers.cpu()
-        for wanted, host in (*self._sent, last):
+        if self._waiting:
+            places, numbers = self._together()
+            # which waits: copies of the same stream that were begun before have come, too
+            self._sent.append((places, numbers.cpu()))
+        elif self._arrived is not None:
+            self._arrived.synchronize()
+        for wanted, host in self._sent:
             for place, number in zip(wanted, host.tolist(), strict=True):
                 result[place] = float(number)
         return result

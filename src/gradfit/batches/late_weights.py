@@ -9,6 +9,7 @@ then is it known whether they fit together: `BatchWeights` checks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class LateWeights:
         self._weights, self._whole = weights, whole
         self._taken: list[_Taken] = []
         self._numbers = DeviceNumbers()
+        self._last: list[Any] = []  # places of what is read beside the parts
         self.total: Number = 0
         """What all parts of several weigh together, perhaps on their device, if it is as it seems
         before the numbers are read.
@@ -120,19 +122,31 @@ class LateWeights:
             return Backpropagated(part.loss, part.rows, "mean")
         return Backpropagated(part.loss * divisor, part.rows, "sum")
 
+    def send(self, *others: Tensor) -> None:
+        """No more parts come: all numbers go to the host, with those of `others`, and `read` waits
+        for nothing that is launched from here on.
+        """
+        self._add_last(others)
+        self._numbers.send()
+
     def read(self, *others: Tensor) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
-        """All parts and what they weigh, as numbers, and the numbers of `others`; one copy from
-        each device.
+        """All parts and what they weigh, as numbers, and the numbers of `others`, of these or of
+        those that were sent; one copy from each device.
 
         Raises:
             MisuseError: what the parts were divided by does not go together.
             ReadEach: a part of several has no items, so its gradient should not be there.
         """
-        places, total = [self._numbers.add(one) for one in others], self._numbers.add(self.total)
+        total, *places = self._last or self._add_last(others)
         self._numbers.read()
         self.read_total = self._numbers.of(total)
         weighed = [self._weigh(taken) for taken in self._taken]
         return weighed, [self._numbers.of(place) for place in places]
+
+    def _add_last(self, others: Sequence[Tensor]) -> list[Any]:
+        """The places of what all parts weigh together, and of `others`."""
+        self._last = [self._numbers.add(one) for one in (self.total, *others)]
+        return self._last
 
     def _weigh(self, taken: _Taken) -> tuple[PartLoss, Weight]:
         part = self._read_part(taken)

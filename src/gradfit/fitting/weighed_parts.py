@@ -113,7 +113,8 @@ class WeighedParts:
             return None
         late, norm, divisor = self._late, self._norm(), self._accumulator.window.state.main.divisor
         factor = 1.0 if self._is_whole or divisor is None else divisor / late.total
-        return UnreadNumbers(factor, norm, partial(self._settle_launched, late, norm))
+        late.send(norm)  # so that the update is not waited for
+        return UnreadNumbers(factor, norm, partial(self._settle_launched, late))
 
     def _is_on_one_device(self) -> bool:
         """Whether all gradients are dense, on one accelerator that knows double precision."""
@@ -129,10 +130,10 @@ class WeighedParts:
     def _norm(self) -> torch.Tensor:
         return norm_on_device(self._gradients())
 
-    def _settle(self, late: LateWeights, norm: torch.Tensor) -> float:
-        """Read everything; gives what all parts weigh together."""
+    def _settle(self, late: LateWeights, *norm: torch.Tensor) -> float:
+        """Read everything, the norm too if it was not sent; gives what all parts weigh together."""
         window = self._accumulator.window
-        weighed, (number,) = late.read(norm)
+        weighed, (number,) = late.read(*norm)
         for part, weight in weighed:
             self._totals.add(part, weight)
         total = sum(float(weight.number) for _, weight in weighed)
@@ -141,13 +142,13 @@ class WeighedParts:
             window.norm_ahead = number
         return total
 
-    def _settle_launched(self, late: LateWeights, norm: torch.Tensor) -> float:
+    def _settle_launched(self, late: LateWeights) -> float:
         """The same when the update is launched; gives the norm.
 
         Raises:
             ReadEach: it should not have been, or not with these numbers.
         """
-        total = self._settle(late, norm)
+        total = self._settle(late)
         number = self._accumulator.window.norm_ahead
         # up to the order of adding: Python's sum() is compensated from 3.12 on
         as_supposed = self._is_whole or math.isclose(total, late.read_total, rel_tol=1e-12)
