@@ -195,6 +195,27 @@ def test_a_sample(sim: Any, model: str) -> None:
     check(sim, model, SAMPLE[model], budgets=1)
 
 
+@pytest.mark.parametrize("enough_seconds", [0.0, 60.0], ids=["two sizes", "many sizes"])
+def test_the_least_budget_and_those_above_it_are_enough(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, enough_seconds: float
+) -> None:
+    """Whatever sizes the clock lets be measured: segments need not be fewer where there are fewer
+    bytes.
+    """
+    from gradfit.profiling import measure
+
+    monkeypatch.setattr(measure, "_LONG_SECONDS", enough_seconds)
+    monkeypatch.setattr(measure, "_PLENTY_SECONDS", enough_seconds)
+    case = Case("lstm", "foreach")
+    clean_up()
+    expected = case.trained_by_hand()
+    clean_up()
+    least = case.least_bytes(1 << 16)
+    for more in (0, 11 * MIB // 8):  # the next segment is 2 MiB
+        clean_up()
+        assert same(case.trained_by_fit(least + more), expected), more
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "optimizer"), PAIRS)

@@ -136,3 +136,26 @@ def test_a_budget_below_the_smallest_segments_is_refused(sim: Any) -> None:
     torch.accelerator.reset_peak_memory_stats()
     assert step(batch).stepped
     assert peak_reserved() - others <= least
+
+
+@pytest.mark.parametrize("at", [1, 40, 400])
+def test_memory_that_runs_out_while_fit_measures_is_a_refusal(sim: Any, at: int) -> None:
+    """There is less than the budget says, from the first allocation on, or from a later one."""
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def state() -> list[Any]:
+        tensors = [*model.state_dict().values(), torch.sim.get_rng_state(0)]  # type: ignore[attr-defined]
+        return [tensor.detach().cpu().clone() for tensor in tensors]
+
+    before = state()
+    sim.settings().fail_allocation(0, at, 1 << 40)
+    try:
+        with pytest.raises(gf.BudgetInfeasible, match="Memory ran out") as refusal:
+            gf.fit(model, optimizer, mean_loss, batch, "256 MiB")
+    finally:
+        sim.settings().fail_allocation(0, -1, 0)
+    assert refusal.value.min_bytes > 256 * MIB
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert gf.fit(model, optimizer, mean_loss, batch, "256 MiB")(batch).stepped

@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ from gradfit.fitting.tested_plan import (
     with_update_copy,
 )
 from gradfit.fitting.update_rollback import UpdateSnapshot
+from gradfit.planning.allocator import SEGMENT_BYTES
 from gradfit.planning.api import (
     beginning_like,
     plain_plan,
@@ -74,6 +75,7 @@ from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows
 from gradfit.units import format_bytes
 
+_Way, _Found = TypeVar("_Way"), TypeVar("_Found")
 _TRIES = 5
 _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
@@ -100,6 +102,14 @@ class _PastLimit(_NeedsMore):
 
 class _Hopeless(_NeedsMore):
     """No plan can hold the budget, by arithmetic; nothing was tried out."""
+
+
+class _TooManySegments(Exception):
+    """A plan is refused for what a device's allocator reserves, not for its tensors."""
+
+    def __init__(self, error: BudgetInfeasible) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class _Request(NamedTuple):
@@ -674,7 +684,7 @@ class Planner:
 
     def _fit(self, request: _Request) -> TestedPlan:
         with self._progress.running():
-            return self._best(request)
+            return self._where_memory_lasts(self._best, (request,), doing="was planned")
 
     def _best(self, request: _Request) -> TestedPlan:
         """The best tested plan of those without tiles and those with."""
@@ -794,13 +804,18 @@ class Planner:
         return []
 
     def _lower_target(self, target_bytes: int, tried: TestedPlan) -> int:
-        """Less by what a trial took too much; by a tenth at most where that were segments: with a
-        little less another plan may need one fewer.
+        """Less by what a trial took too much; where that were segments, no more than as many of
+        them as the budget has room for, or a tenth less: with a little less another plan may need
+        one fewer.
         """
         target = min(target_bytes, tried.plan.peak_bytes)
         too_much = tried.peak_bytes - self.limit_bytes
-        in_segments = tried.reserved_bytes == tried.peak_bytes
-        return target - (min(too_much, max(1, target // 10)) if in_segments else too_much)
+        if tried.reserved_bytes != tried.peak_bytes:
+            return target - too_much
+        in_segments = tried.peak_bytes - SEGMENT_BYTES * math.ceil(too_much / SEGMENT_BYTES)
+        if in_segments < target:
+            return in_segments
+        return target - min(too_much, max(1, target // 10))
 
     def _next_plan(self, search: _Search, batch_size: int) -> Plan | None:
         """For what may be taken now; None if there is none."""
@@ -862,27 +877,35 @@ class Planner:
         rows: int | None = None,
         tiles: Tiles | None = None,
         batch_size: int = 0,
+        memory_bytes: int | None = None,
     ) -> Profile:
         """What a step does, in these tiles; `batch_size` is how many rows a step has, 0 if that is
-        open.
+        open. With less memory than the budget, fewer rows are measured.
         """
         tiled = " in tiles of tokens" if tiles is not None else ""
         self._progress.begin(f"measuring a step's operations{tiled}")
-        bandwidth = self._host_bandwidth()
         loss_fn = with_tiles(self._loss_fn, tiles)
-        is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
-        measured = profile(
-            self._model,
-            loss_fn,
-            batch,
-            self._optimizer,
-            memory_bytes=self.limit_bytes,
-            rows=rows,
-            split=self.runner.split,
-            host_bandwidth=bandwidth,
-            additivity=Additivity(None) if is_open else self.additivity,
-            tile=False,
-        )
+        is_open = False
+
+        def measure(limit_bytes: int) -> Profile:
+            nonlocal is_open
+            bandwidth = self._host_bandwidth()
+            is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
+            return profile(
+                self._model,
+                loss_fn,
+                batch,
+                self._optimizer,
+                memory_bytes=limit_bytes,
+                rows=rows,
+                split=self.runner.split,
+                host_bandwidth=bandwidth,
+                additivity=Additivity(None) if is_open else self.additivity,
+                tile=False,
+            )
+
+        # where there is less memory than the budget says, with as few rows as can be
+        measured = self._where_memory_lasts(measure, (memory_bytes or self.limit_bytes, 1))
         if not is_open:
             self.additivity = measured.additivity
         bursts = [self._update_burst(measured, way.burst_bytes) for way in measured.update_ways]
@@ -899,6 +922,31 @@ class Planner:
         )
         is_first = tiles is None and not self._plans
         return (fix_by_name if is_first else fix_known_names)(measured, self._named)
+
+    def _where_memory_lasts(
+        self, run: Callable[[_Way], _Found], ways: Sequence[_Way], *, doing: str = "was measured"
+    ) -> _Found:
+        """What `run` gives for the first of these ways for which memory does not run out.
+
+        Raises:
+            BudgetInfeasible: it does for all of them.
+        """
+        for way in ways:
+            try:
+                return run(way)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
+            drop_gradients(self._model)
+            free_cached_memory()
+        least = (self.limit_bytes * 11 // 10) + self._own_bytes + self.reserved_bytes
+        raise BudgetInfeasible(
+            f"Memory ran out while a step {doing}, below the budget of"
+            f" {format_bytes(self.budget_bytes)}: there is less of it than that, or a cap on it."
+            " Nothing was changed. Free some, or lower the batch size and `memory`.",
+            min_bytes=least,
+        )
 
     def _host_bandwidth(self) -> float:
         """Bytes a second to the host, where values may be moved there."""
@@ -996,18 +1044,53 @@ class Planner:
     def _fit_smallest(self, profile: Profile, request: _Request) -> list[TestedPlan]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
         is always enough.
+
+        Segments need not be fewer where there are fewer bytes, and which plan is the smallest
+        depends on which sizes were measured, by the budget and the clock. So where segments are
+        what is too much, the plan of one row's profile is what is named, and what is taken.
+        """
+        try:
+            return [self._tried_smallest(profile, request, or_online=True)]
+        except _TooManySegments as refusal:
+            if profile.batch_size == profile.min_batch:
+                raise refusal.error from None
+            little = self._profile(
+                request.batch, tiles=profile.tiles, batch_size=request.batch_size, memory_bytes=1
+            )
+            measuring = max(profile.measuring_bytes, little.measuring_bytes)
+            little = dataclasses.replace(little, measuring_bytes=measuring)
+            try:
+                return [self._tried_smallest(little, request, or_online=False)]
+            except _TooManySegments as named:
+                raise named.error from None
+            except _NeedsMore:  # what one row does is not what the batch does
+                raise refusal.error from None
+
+    def _tried_smallest(
+        self, profile: Profile, request: _Request, *, or_online: bool
+    ) -> TestedPlan:
+        """The smallest plan from this profile, if it holds; one that the forward leaves is none, or
+        is run online.
+
+        Raises:
+            BudgetInfeasible: it does not hold.
+            _TooManySegments: the same, and by the segments that it takes.
+            _NeedsMore: the forward leaves it.
         """
         plan = self._smallest_plan(profile, request.batch_size)
         untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
         tried = self._try_out(untested, request.batch)
         if tried is None:
-            return [self._fit_online(untested, request.batch)]
+            if or_online:
+                return self._fit_online(untested, request.batch)
+            raise _NeedsMore(plan.peak_bytes)
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, profile.measuring_bytes)
         if max(tried.peak_bytes, profile.measuring_bytes) <= self.limit_bytes:
-            return [tried]
-        raise self._infeasible(tried.plan, least, cut=profile.splittable)
+            return tried
+        error = self._infeasible(tried.plan, least, cut=profile.splittable)
+        raise _TooManySegments(error) if tried.reserved_bytes == least else error
 
     def _smallest_plan(self, profile: Profile, batch_size: int) -> Plan:
         timed = with_computed_seconds(profile)

@@ -26,9 +26,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MIB = 1 << 20
+SEGMENT_BYTES = 2 * MIB  # every segment is this, or several times as large
 _ROUND = 512
 _SMALL = MIB  # the largest request of the small pool
-_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
+_SMALL_SEGMENT, _LARGE_SEGMENT = SEGMENT_BYTES, 20 * MIB
 _SEGMENT_OF_ITS_OWN = 10 * MIB  # from this size on a request gets a segment of its size
 _SEGMENT_ROUND = 2 * MIB
 
