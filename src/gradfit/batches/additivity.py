@@ -61,7 +61,7 @@ from gradfit.tree import unmarked
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_Passes = Callable[[], contextlib.AbstractContextManager[object]]
+_Passes = Callable[[int], contextlib.AbstractContextManager[Callable[[], None]]]
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -77,6 +77,15 @@ def _takes_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats)
 
 
+def kept_passes(_: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """What both passes of a few rows run in if there is room for all that autograd saves."""
+    return contextlib.nullcontext(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
 def measure_additivity(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -87,7 +96,7 @@ def measure_additivity(
     rewind: Callable[[], None] = lambda: None,
     finish: Callable[[Tensor], object] | None = None,
     gradient_rows: int = MOST_ROWS,
-    passes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    passes: _Passes = kept_passes,
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
@@ -105,7 +114,8 @@ def measure_additivity(
         finish: called with each loss, for modules that wait for a backward pass. Without it no
             activation is kept.
         gradient_rows: at most so many with both passes; below 2, gradients are not compared.
-        passes: what both passes of one forward run in, to keep their memory small.
+        passes: what both passes of so many rows run in, to keep their memory small; what it gives
+            is called between them.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
@@ -367,7 +377,7 @@ class _Measurement:
             nudged=self._nudged,
             forward=runner.forward,
             rewind=runner.rewind,
-            passes=passes,
+            passes=lambda rows: passes(count_measured_rows(rows, runner.split)),
             quiet=runner.quiet,
         )
         try:

@@ -54,7 +54,7 @@ class FewRows:
             rounding is.
         forward: runs rows, and reads their loss.
         rewind: makes buffers and generators what they were at first.
-        passes: what both passes of one forward run in.
+        passes: what both passes of these rows run in; what it gives is called between them.
         quiet: what a backward runs in; a checkpoint of torch's runs its forward again there, which
             must be the one that it was.
     """
@@ -65,7 +65,7 @@ class FewRows:
     nudged: Callable[[], contextlib.AbstractContextManager[object]]
     forward: Callable[[Any], PartLoss]
     rewind: Callable[[], None]
-    passes: Callable[[], contextlib.AbstractContextManager[object]]
+    passes: Callable[[Any], contextlib.AbstractContextManager[Callable[[], None]]]
     quiet: Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -162,8 +162,9 @@ def _compare_with_whole(rows: FewRows, gradients: _Gradients, divisor: float) ->
 
 def _add_whole(rows: FewRows) -> None:
     rows.rewind()
-    with rows.passes():
+    with rows.passes(rows.whole) as end_forward:
         whole = rows.forward(rows.whole)
+        end_forward()
         count = 1.0 if whole.count is None else float(whole.count)
         _backward(rows, whole.loss, 1.0 / count)
         del whole
@@ -173,8 +174,9 @@ def _add_part(
     rows: FewRows, weights: BatchWeights, part: Any, position: int, large: float
 ) -> float:
     """Both passes of a part; gives what it weighs."""
-    with rows.passes():
+    with rows.passes(part) as end_forward:
         loss = weights.shared(rows.forward(part), position)
+        end_forward()
         weight = weights.of(loss)
         number = float(weight.number)
         if number:  # a mean over no items is NaN, and contributes nothing

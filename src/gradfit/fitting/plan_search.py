@@ -427,7 +427,7 @@ class Planner:
         if request.batch_size > 1 or self.rows(request.batch) > 1:
             with untouched(self._model) as before:
                 of_what = (self._model, self._loss_fn, request.batch, self.runner.split)
-                room = RoomForRows(*of_what, self.limit_bytes)
+                room = RoomForRows(*of_what, self.limit_bytes, optimizer=self._optimizer)
                 self.additivity = additivity_within(*of_what, room, before.rewind)
 
     def _find(self, request: _Request) -> TestedPlan | None:

@@ -26,7 +26,7 @@ from gradfit.arguments import (
     read_instance,
     read_number,
 )
-from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
+from gradfit.batches.additivity import MOST_ROWS, batch_norms, kept_passes, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import trials_end, untouched
@@ -207,7 +207,14 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
         cost = _cost_of(step.optimizer)
         if additivity is None:
             with meter(model, step.optimizer, batch, device=counted_device(model)) as live:
-                room = RoomForRows(model, step.loss_fn, batch, step.split, limits.memory_bytes)
+                room = RoomForRows(
+                    model,
+                    step.loss_fn,
+                    batch,
+                    step.split,
+                    limits.memory_bytes,
+                    optimizer=step.optimizer,
+                )
                 additivity = additivity_within(
                     model, step.loss_fn, batch, step.split, room, before.rewind
                 )
@@ -301,9 +308,12 @@ class RoomForRows:
         batch: Any,
         split: _Cut | None,
         memory_bytes: int | None,
+        *,
+        optimizer: Any = None,
     ) -> None:
         self.rows = self.gradient_rows = MOST_ROWS
         self._quota_bytes = math.inf
+        self._kept_rows = 0  # so many may be run with everything kept
         if memory_bytes is None:
             return
         few = 2 if batch_norms(model) else 1
@@ -315,7 +325,7 @@ class RoomForRows:
         try:
             # A compiled one as it was written: code for so few rows is needed nowhere else.
             with (
-                meter(model, batch, device=counted_device(model)) as live,
+                meter(model, optimizer, batch, device=counted_device(model)) as live,
                 forward,
                 eager_functions(),
             ):
@@ -332,18 +342,19 @@ class RoomForRows:
             return
         room -= _bytes_for_gradients(model)
         # Where all that autograd saves fits, and the gradients of it, nothing need be rebuilt.
-        if MOST_ROWS * (2 * of_row + saved.nbytes / few) <= room:
+        self._kept_rows = int(max(0.0, room) / (2 * of_row + saved.nbytes / few))
+        if self._kept_rows >= MOST_ROWS:
             return
         # Beside what a row takes in a forward there are its gradients, and what is rebuilt.
         self._quota_bytes = max(0.0, room) / 6
-        self.gradient_rows = min(self.rows, int(room / (4 * of_row)))
+        self.gradient_rows = min(self.rows, int(room / (3 * of_row)))
 
-    def passes(self) -> contextlib.AbstractContextManager[object]:
-        """What both passes run in: nothing is kept for the backward pass but what leads over from
-        one segment to the next.
+    def passes(self, rows: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """What both passes of so many rows run in: if these do not fit with everything kept,
+        nothing is kept for the backward pass but what leads over from one segment to the next.
         """
-        if math.isinf(self._quota_bytes):
-            return contextlib.nullcontext()
+        if math.isinf(self._quota_bytes) or rows <= self._kept_rows:
+            return kept_passes(rows)
         return rebuilding(self._quota_bytes)
 
 

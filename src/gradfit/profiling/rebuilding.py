@@ -5,24 +5,42 @@ the backward pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from gradfit._torch_listen import untraced
 from gradfit.tape.rebuild_all import RebuildAll
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.saved_tensors import unpack
-from gradfit.tape.values import Segment, Tape
+from gradfit.tape.values import Handle, Segment, Tape
 
 
 @contextlib.contextmanager
-def rebuilding(quota_bytes: float) -> Iterator[None]:
-    """Inside, run a forward and its backward.
+def rebuilding(quota_bytes: float) -> Iterator[Callable[[], None]]:
+    """Inside, run a forward and its backward; what this gives is to be called between the two.
 
     Args:
         quota_bytes: what is rebuilt at once, about.
     """
     around, tape = Segment(None), Tape()
-    recorder = Recorder(Segment(around), RebuildAll(quota_bytes, tape, around), tape=tape)
-    with recorder, saved_tensors_hooks(recorder.pack, unpack):
-        yield
+    policy = RebuildAll(quota_bytes, tape, around)
+    recorder = Recorder(Segment(around), policy, tape=tape)
+    handles: list[weakref.ref[Handle]] = []
+
+    @untraced
+    def pack(tensor: torch.Tensor) -> Any:
+        packed = recorder.pack(tensor)
+        if type(packed) is Handle:
+            handles.append(weakref.ref(packed))
+        return packed
+
+    def end_forward() -> None:
+        there = [handle for reference in handles if (handle := reference()) is not None]
+        policy.end_forward(handle.value for handle in there)
+
+    with recorder, saved_tensors_hooks(pack, unpack):
+        yield end_forward
