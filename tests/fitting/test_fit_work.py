@@ -13,6 +13,7 @@ import gradfit as gf
 from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting import plan_search, progress, race
+from gradfit.planning.microbatch import MicrobatchSearch
 from gradfit.profiling import measure
 from gradfit.profiling.profile import Profile
 
@@ -115,6 +116,52 @@ def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.Monk
     (known,) = step.known
     assert isinstance(known, TestedPlan)
     assert not _may_be_beaten(known)
+
+
+def test_the_first_plan_is_found_quickly_and_a_better_one_while_training_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search that takes its time begins when steps have paid for it, or with plan_ahead."""
+    searched: list[int] = []
+    best = MicrobatchSearch.best
+
+    def noted(self: MicrobatchSearch, budget_bytes: int, **options: Any) -> Any:
+        searched.append(budget_bytes)
+        return best(self, budget_bytes, **options)
+
+    monkeypatch.setattr(MicrobatchSearch, "best", noted)
+    memory = plain_peak() - 30_000
+    step = fitted(memory, planning_share=1000.0)
+    assert not searched
+    first = step.plan
+    assert first.steps > 1 or not first.keeps_everything
+    for _ in range(30):
+        result = step(torch.rand(ROWS, 32))
+        assert result.peak_bytes <= memory
+    assert searched
+    fitted(memory, plan_ahead=True)
+    assert len(searched) > 1
+
+
+def test_tiles_are_not_looked_for_where_logits_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would take a forward of its own."""
+    looked: list[Any] = []
+    find = plan_search.choose_tiles
+    monkeypatch.setattr(
+        plan_search, "choose_tiles", lambda *given: looked.append(given) or find(*given)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    ids = torch.randint(0, 300, (8, 64))
+    gf.fit(model, optimizer, loss, ids, memory="64 MiB")
+    assert not looked
+    gf.fit(model, optimizer, loss, ids, memory="600 KiB")
+    assert looked
 
 
 def test_progress_is_told() -> None:

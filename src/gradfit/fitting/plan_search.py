@@ -55,6 +55,7 @@ from gradfit.planning.api import (
     beginning_like,
     plain_plan,
     plan_for_fit,
+    predicted,
     recomputing_plan,
     updates_within,
     with_alternatives,
@@ -70,9 +71,10 @@ from gradfit.profiling.tile_choices import TileChoices
 from gradfit.profiling.update_groups import may_be_cut, with_bursts
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
+from gradfit.tiling.heads import find_heads
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import repeat_rows
+from gradfit.tree import leaves, repeat_rows
 from gradfit.units import format_bytes
 
 _Way, _Found = TypeVar("_Way"), TypeVar("_Found")
@@ -84,7 +86,10 @@ _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
 _NEARLY = 1.05
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 # Looking for rivals of a plan, and for plans in tiles, takes about so many of its steps.
-_RIVALS_STEPS, _TILES_STEPS = 3.0, 10.0
+_RIVALS_STEPS, _TILES_STEPS = 4.0, 10.0
+# Of the budget, what a plan that is tried out in the middle of training may take on paper.
+_CAREFUL_SHARE = 0.98
+_LONGEST_NUMBER = 8  # bytes
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 # on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
 _NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
@@ -297,7 +302,6 @@ class Planner:
         if tested.steady and not self._ahead:
             self._later[tested.shape] = _StillToDo(
                 PlanComparison([tested]),
-                looks_for_rivals=self._micro_batch is None,
                 looks_for_tiles=self._tile and tested.plan.tiles is None,
             )
         return tested
@@ -729,15 +733,35 @@ class Planner:
         """Whether no other tiles need be tried."""
         return self._reproducible or not _may_be_beaten(tested)
 
-    def _worth_trying(self, request: _Request) -> list[Tiles | None]:
+    def _worth_trying(self, request: _Request) -> Iterator[Tiles | None]:
         """Without tiles first, unless one row's logits alone, of which three are there at once,
         pass the budget.
         """
-        choices = self._tile_choices(request.batch) if self._tile else TileChoices()
+        if not self._tile:
+            yield None
+            return
+        if self._surely_holds_logits(request):
+            yield None
+            yield from self._tile_choices(request.batch).tiles
+            return
+        choices = self._tile_choices(request.batch)
         least = 2 * _local_bytes(_trained(self._model)) + 3 * choices.whole_bytes
-        if choices.tiles and least > self.limit_bytes:
-            return [*choices.tiles]
-        return [None, *choices.tiles]
+        if not choices.tiles or least <= self.limit_bytes:
+            yield None
+        yield from choices.tiles
+
+    def _surely_holds_logits(self, request: _Request) -> bool:
+        """Whether one row's logits are small beside the budget, so that nothing need be run to
+        see it: for each number of the row at most one for each word.
+        """
+        if distributed.is_running():  # all ranks must run the same
+            return False
+        heads: list[Any] = [self._model.get_submodule(name) for name in find_heads(self._model)]
+        words = max((int(head.out_features) for head in heads), default=0)
+        numbers = [tensor.numel() for tensor in leaves(request.batch)]
+        row = max(numbers, default=0) / max(1, self.rows(request.batch))
+        least = 2 * _local_bytes(_trained(self._model)) + 6 * row * words * _LONGEST_NUMBER
+        return least <= self.limit_bytes
 
     def _tile_choices(self, batch: Any) -> TileChoices:
         if not units_of(self._model):
@@ -822,7 +846,13 @@ class Planner:
         if search.target_bytes <= 0:
             return None
         try:
-            return self._plan(search.timed, search.target_bytes, batch_size, search.micro_batch)
+            return self._plan(
+                search.timed,
+                search.target_bytes,
+                batch_size,
+                search.micro_batch,
+                quickly=not self._ahead,
+            )
         except BudgetInfeasible as error:
             search.least_bytes = max(search.least_bytes, error.min_bytes)
             return None
@@ -856,9 +886,36 @@ class Planner:
             yield from self._others(tried, batch, target)
 
     def _others(self, tried: TestedPlan, batch: Any, target: int) -> list[TestedPlan]:
-        """With recomputation where the plan has none, and without where it has some."""
-        find = self._recomputing if tried.plan.keeps_everything else self._plain
-        return find(tried, batch, target)
+        """What a search that takes its time finds, if there was none yet; and with recomputation
+        where the plan has none, without where it has some.
+        """
+        better = [] if self._ahead else self._more_careful(tried, batch)
+        if self._micro_batch is not None:
+            return better
+        best = better[0] if better else tried
+        if not best.plan.keeps_everything and tried.plan.keeps_everything:
+            return better  # both ways are there
+        find = self._recomputing if best.plan.keeps_everything else self._plain
+        return [*better, *find(best, batch, target)]
+
+    def _more_careful(self, tried: TestedPlan, batch: Any) -> list[TestedPlan]:
+        """The best plan by a search that takes its time, tried out, if it is predicted to be faster
+        than this one, which was found quickly.
+        """
+        rows = tried.plan.batch_size
+        peak, seconds = predicted(tried.profile, tried.plan)
+        # less by what this one's trial took beyond its prediction
+        room = self.limit_bytes - max(0, tried.tested_bytes - peak)
+        # a profile of a single size may know nothing of others
+        for size in (None, tried.plan.micro_batch):
+            with contextlib.suppress(BudgetInfeasible):
+                plan = self._plan(tried.profile, int(_CAREFUL_SHARE * room), rows, size)
+                if plan.step_seconds < seconds:
+                    untested = dataclasses.replace(tried, plan=plan)
+                    found = self._try_within_limit(untested, batch)
+                    if found is not None:
+                        return [found]
+        return []
 
     def _kept_by_measured_seconds(self, tried: TestedPlan, batch: Any, target: int) -> TestedPlan:
         """The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
@@ -976,14 +1033,26 @@ class Planner:
         return batch_size == 1 and self.rows(batch) <= 1
 
     def _plan(
-        self, profile: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
+        self,
+        profile: Profile,
+        limit_bytes: int,
+        batch_size: int,
+        micro_batch: int | None = None,
+        *,
+        quickly: bool = False,
     ) -> Plan:
-        """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
+        """The best plan, or about that; at this very micro-batch, or at the one that was asked for,
+        if any.
+        """
         if self._micro_batch is not None:
             micro_batch = self._asked_size(self._micro_batch, batch_size, profile)
         self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
         return plan_for_fit(
-            profile, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch
+            profile,
+            memory=limit_bytes,
+            batch_size=batch_size,
+            micro_batch=micro_batch,
+            quickly=quickly,
         )
 
     def _asked_size(self, micro_batch: int, batch_size: int, profile: Profile) -> int:

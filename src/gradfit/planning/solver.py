@@ -48,7 +48,7 @@ _KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every thi
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
-Effort = Literal["glance", "chain", "fill", "anneal"]
+Effort = Literal["price", "glance", "chain", "fill", "anneal"]
 Book = dict[tuple[int, ...], list[Way]]  # by whether nested, and the cuts of the piece
 
 
@@ -108,19 +108,23 @@ class FastSolver:
         """The fastest plan found whose simulated peak is at most the budget, or None.
 
         With less `effort` the chain's plan as it is, or with the room filled that it leaves; or
-        about that plan.
+        about that plan; or the best at one price for every byte, if one fits.
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
         if budget_bytes < self.simulator.least_peak_bytes:
             return None
         by_effort = {
+            "price": self._fastest_priced,
             "glance": self._at_a_glance,
             "chain": self._fastest_start,
             "fill": self._fastest_filled,
             "anneal": self._fastest_annealed,
         }
         return by_effort[effort](budget_bytes)
+
+    def _fastest_priced(self, budget_bytes: int) -> Solution | None:
+        return _fastest(self._priced(budget_bytes))
 
     def _at_a_glance(self, budget_bytes: int) -> Solution | None:
         flat = self._fitted(budget_bytes, nested=False, tries=2)

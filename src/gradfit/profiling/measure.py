@@ -50,6 +50,7 @@ _Timed = TracedOp | TracedNode
 # Least of several measurements, for a machine is never alone; but what takes long, or has many
 # operations, of which those alike measure each other, is measured fewer times.
 _MOST_ROUNDS, _ENOUGH_SECONDS, _ENOUGH_OPERATIONS = 5, 0.03, 1000
+_ENOUGH_ALIKE = 8  # operations that do the same on the same sizes, on average
 _LONG_SECONDS = 0.015  # two sizes that did the same are enough if a forward took so long
 _PLENTY_SECONDS = 1.0  # and any two if it took so long
 
@@ -581,7 +582,9 @@ class _Sampler:
     def least_of_rounds(self, sample: Sample) -> Trace:
         trace = sample.trace
         try:
-            for _ in range(_rounds(_forward_seconds(trace), trace) - 1):
+            for _ in range(
+                min(_rounds(_forward_seconds(trace), trace), _rounds_of_alike(trace)) - 1
+            ):
                 trace = _least(trace, self.watch(self.part(sample.size)))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -709,6 +712,13 @@ def _rounds(seconds: float, trace: Trace) -> int:
         return min(_MOST_ROUNDS, by_operations)
     by_seconds = math.ceil(_ENOUGH_SECONDS / max(seconds, 1e-9))
     return min(_MOST_ROUNDS, by_seconds, by_operations)
+
+
+def _rounds_of_alike(trace: Trace) -> int:
+    """How often to measure operations that measure each other."""
+    groups = sum(1 for _ in _alike(trace))
+    items = len(trace.operations) + len(trace.nodes)
+    return math.ceil(_ENOUGH_ALIKE * groups / max(1, items))
 
 
 def _least(first: Trace, second: Trace) -> Trace:

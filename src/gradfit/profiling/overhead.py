@@ -19,7 +19,7 @@ from gradfit.tape.decisions import ALL_KEPT, TapeDecision
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.values import Segment
 
-_LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 9
+_LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 5
 
 
 class Overhead(NamedTuple):
