@@ -55,6 +55,7 @@ from gradfit.errors import (
     UnknownName,
     UnsupportedOp,
 )
+from gradfit.fitting.any_loop import BudgetUse, MemoryBudget, auto_checkpoint, budget
 from gradfit.fitting.audit import AuditReport, audit
 from gradfit.fitting.estimate import Estimate, Lever, estimate
 from gradfit.fitting.fit import fit
@@ -107,6 +108,11 @@ __all__ = [  # noqa: RUF022
     "checkpoint",
     "chunked",
     "GradientAccumulator",
+    # a budget in any loop
+    "auto_checkpoint",
+    "budget",
+    "MemoryBudget",
+    "BudgetUse",
     # what these take and give
     "Loss",
     "losses",

@@ -25,8 +25,10 @@ def parse_bytes(value: int | float | str, *, name: str = "memory") -> int:
             f"{name}={value!r} is not a number of bytes. Pass an int or text such as '1.5 GiB'."
         )
     number = _parse_text(value, name) if isinstance(value, str) else _as_float(value)
-    if not math.isfinite(number) or number <= 0:
-        raise MisuseError(f"{name}={value!r} must be more than 0 bytes. Pass for example '1 GiB'.")
+    if not math.isfinite(number) or number < 1:
+        raise MisuseError(
+            f"{name}={value!r} must be at least one byte, and finite. Pass for example '1 GiB'."
+        )
     return int(number)
 
 

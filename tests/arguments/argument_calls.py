@@ -897,6 +897,22 @@ def _() -> Good:
     return Good(call, {"model": module, "plan": a_plan()}, {"model": is_module}, [module])
 
 
+@good("auto_checkpoint")
+def _() -> Good:
+    module = model()
+
+    def call(**arguments: Any) -> None:
+        gf.auto_checkpoint(**arguments).remove()
+
+    accepts = {"model": is_module, "memory": is_count}
+    return Good(call, {"model": module, "memory": "1 GiB"}, accepts, [module])
+
+
+@good("budget")
+def _() -> Good:
+    return Good(gf.budget, {"memory": "1 GiB"}, {"memory": is_count})
+
+
 @good("tile")
 def _() -> Good:
     module = model()

@@ -36,6 +36,8 @@ RESULTS = {
     "StepResult",
     "TrainResult",
     "AppliedPlan",
+    "BudgetUse",
+    "MemoryBudget",
     "TiledModel",
     "TrainStep",
 }

@@ -41,6 +41,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "window": context,
     "step": step,
     "applied plan": plan,
+    "budget": lambda: gf.budget("1 GiB"),
 }
 WAYS: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy, pickle.dumps]
 

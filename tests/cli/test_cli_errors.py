@@ -72,7 +72,7 @@ def test_a_run_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[st
     assert "Pass --resume to go on with it, or another --out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "train", "audit", "demo"])
+@pytest.mark.parametrize("command", ["profile", "plan", "train", "run", "audit", "demo"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

@@ -168,7 +168,11 @@ def rows(title: str) -> list[str]:
 def test_every_row_is_looked_at() -> None:
     assert sorted(rows("While something runs, then as before")) == sorted([*UNDONE, "the model"])
     assert len(rows("As long as an object lives")) == 5
-    assert rows("Until the process ends") == ["kernels on a dispatch key", "exception hook"]
+    assert rows("Until the process ends") == [
+        "kernels on a dispatch key",
+        "exception hook",
+        "fork handler",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(UNDONE))

@@ -1,4 +1,4 @@
-"""The command line: `gradfit profile|plan|train|audit|demo`."""
+"""The command line: `gradfit profile|plan|train|run|audit|demo`."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from gradfit.cli.demo_command import demo
 from gradfit.cli.estimate_command import estimate
 from gradfit.cli.plan_command import plan
 from gradfit.cli.profile_command import profile
+from gradfit.cli.run_command import own_arguments, run_script
 from gradfit.cli.selftest_command import selftest
 from gradfit.cli.train_command import train
 from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
@@ -97,15 +98,24 @@ for _command, _example in _EXAMPLES.items():
     app.command(epilog=f"Example: {_example}")(_guarded(_command))
 
 
+# What comes after the script is the script's; and how it ends, with `sys.exit` too, is its own.
+app.command(
+    "run",
+    epilog="Example: gradfit run --memory 8GiB train.py --epochs 3",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)(run_script)
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; no exception leaves this, except with --debug. With --json there is one
     document, always.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    whole = list(sys.argv[1:] if arguments is None else arguments)
+    given = own_arguments(whole)
     try:
         with results_at_the_end() if "--json" in given else contextlib.nullcontext():
             code = typer.main.get_command(app).main(
-                given, prog_name="gradfit", standalone_mode=False
+                whole, prog_name="gradfit", standalone_mode=False
             )
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output is gone, as in `gradfit profile gpt | head`

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,12 +30,45 @@ def read_budget(memory: Any, model: torch.nn.Module, optimizer: Any) -> int:
     """
     if memory is None:
         return NO_BUDGET
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    held = 0
     if memory == "auto":
-        free = _required(available_bytes(device), device)
-        return (
-            int(_AUTO * free) + meter(model, optimizer, device=counted_device(model)).current_bytes
-        )
+        held = meter(model, optimizer, device=counted_device(model)).current_bytes
+    return _read(memory, device) + held
+
+
+def read_budget_of_all(
+    memory: Any, model: torch.nn.Module | None = None
+) -> tuple[int, torch.device | None]:
+    """A budget for all tensors of the process, in bytes, and the kind of device whose memory it is;
+    None for the CPU's.
+
+    Args:
+        memory: as for `read_budget`, but there must be one; "auto" is beside all that is there.
+        model: on the device whose memory it is; None: the accelerator's, if there is one.
+    """
+    counted = None if model is None else counted_device(model)
+    if model is None:
+        counted = torch.accelerator.current_accelerator(check_available=True)
+        counted = None if counted is None else torch.device(counted.type)
+    held = 0
+    if memory == "auto":
+        held = meter(list(live_tensors()), device=counted).current_bytes
+    return _read(memory, counted or torch.device("cpu")) + held, counted
+
+
+def live_tensors() -> Iterator[torch.Tensor]:
+    """All that Python knows of; by their type, since some objects run code when they are asked for
+    their class.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.device.type != "meta":
+            yield one
+
+
+def _read(memory: Any, device: torch.device) -> int:
+    if memory == "auto":
+        return int(_AUTO * _required(available_bytes(device), device))
     percent = _read_percent(memory)
     if percent is None:
         return parse_bytes(memory)

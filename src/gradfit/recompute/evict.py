@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,9 +33,11 @@ from gradfit.recompute.most_bytes import most_bytes
 from gradfit.tape.decisions import TapeDecision
 from gradfit.tape.operators import info_of
 from gradfit.tape.recorder import Recorder
+from gradfit.tape.replay import replaying
 from gradfit.tape.values import Segment, Tape, TapeOperation, TapeValue
 from gradfit.units import format_bytes
 
+_MANY = 10_000  # operations of which something is remembered, before it is looked who needs it
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs
 
 
@@ -42,36 +45,54 @@ class Evictor(Meter):
     """Counts live bytes and keeps them below `limit_bytes` by dropping what can be rebuilt.
 
     `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing
-    may go.
+    may go. `advice` ends the error that is raised there.
     """
 
     def __init__(
-        self, limit_bytes: int, *, threshold: float = 1.0, device: torch.device | None = None
+        self,
+        limit_bytes: int,
+        *,
+        threshold: float = 1.0,
+        device: torch.device | None = None,
+        advice: str = "Use a smaller batch or raise the limit.",
     ) -> None:
         super().__init__(device=device)
-        self.limit_bytes = limit_bytes
         self.evictions = 0
+        self.rebuilt_seconds = 0.0
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
-        self._start = int(limit_bytes * threshold)
+        self._threshold, self._advice = threshold, advice
+        self.limit_bytes, self._start = limit_bytes, int(limit_bytes * threshold)
         # values that are there and can be made again
         self._held: dict[int, weakref.ref[TapeValue]] = {}
         self._awaited: dict[int, weakref.ref[TapeValue]] = {}  # those of the sweep that runs
         # some of them, a heap by what dropping costs
         self._queue: list[tuple[float, int, weakref.ref[TapeValue]]] = []
         self._before_scan = 0  # how many may be dropped before all are looked at again
-        # the tape's: replays run in threads of the autograd engine
-        self._lock: Any = contextlib.nullcontext()
-        self._tape: weakref.ref[Tape] | None = None
+        # all tapes': replays run in threads of the autograd engine
+        self._lock = threading.RLock()
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        self._has_recorded = False
+        self._before_forgetting = _MANY
         self._seconds: dict[int, float] = {}  # by operation
         self._used: dict[int, float] = {}  # by storage: when it was last an argument
         self._sizes: dict[Any, int] = {}
         self._last_seconds = 0.0
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Hold another limit: what is there above it is dropped as far as it can be."""
+        self.limit_bytes = limit_bytes
+        self._start = int(limit_bytes * self._threshold)
+        if self.current_bytes > self._start:
+            self._evict(self.current_bytes - self._start, ())
+
     def recorder(self) -> Recorder:
-        """A recorder whose values this evictor may drop; enter the evictor first, then it."""
-        tape = Tape()
+        """A recorder whose values this evictor may drop; enter the evictor first, then it. There
+        may be several, one after the other.
+        """
+        tape = Tape(self._lock)
         tape.on_held = self._hold
-        self._lock, self._tape = tape.lock, weakref.ref(tape)
+        self._tapes.add(tape)
+        self._has_recorded = True
         return Recorder(Segment(Segment(None)), _HoldAll(), tape=tape, recorded=self._note)
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -90,6 +111,8 @@ class Evictor(Meter):
         started = time.perf_counter()
         out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
+        if replaying():
+            self.rebuilt_seconds += self._last_seconds
         larger = self.current_bytes - before > need and not info.view
         if key is not None or larger:  # now we know
             self._correct(key, func, args, kwargs, self.current_bytes - before)
@@ -111,19 +134,36 @@ class Evictor(Meter):
         now = time.perf_counter()
         for argument in _tensors_in(args):
             self._see(argument)
-            if self._tape is None:  # nothing can be dropped, so it does not matter when
+            if not self._has_recorded:  # nothing can be dropped, so it does not matter when
                 continue
             with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage
                 self._used[storage_key(argument)] = now
 
     def _note(self, op: TapeOperation) -> None:
         self._seconds[op.index] = self._last_seconds
+        if len(self._seconds) > self._before_forgetting:
+            self._forget_dead()
 
     def _hold(self, values: Iterable[TapeValue]) -> None:
         """These are there now, or will be in the sweep that begins."""
         held = {id(value): weakref.ref(value) for value in values}
         self._held.update(held)
         self._awaited = held
+
+    def _forget_dead(self) -> None:
+        """What is remembered of operations whose values are gone: a loop makes new ones for
+        ever.
+        """
+        with self._lock:
+            values = [value for ref in self._held.values() if (value := ref()) is not None]
+            newest = next(reversed(self._seconds))
+            oldest = min((value.op.index for value in values if value.op), default=newest)
+            self._held = {id(value): weakref.ref(value) for value in values}
+            self._seconds = {n: seconds for n, seconds in self._seconds.items() if n >= oldest}
+            self._used = {key: used for key, used in self._used.items() if key in self._live}
+        if len(self._sizes) > _MANY:
+            self._sizes.clear()
+        self._before_forgetting = 2 * len(self._seconds) + _MANY
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Bytes that an operation is about to allocate, or less than there is room for; with a key
@@ -197,8 +237,7 @@ class Evictor(Meter):
 
     def _begin_epoch(self) -> None:
         """What was dropped may have to be made again, from what nobody wanted so far."""
-        tape = None if self._tape is None else self._tape()
-        if tape is not None:
+        for tape in self._tapes:
             tape.begin_epoch()
 
     def _price(self, value: TapeValue, now: float) -> float:
@@ -232,7 +271,7 @@ class Evictor(Meter):
         self.refused = BudgetInfeasible(
             f"{func} needs {format_bytes(need)} beside {format_bytes(in_use)} that are"
             f" in use and cannot be dropped: {format_bytes(total)} together, the limit is"
-            f" {format_bytes(self.limit_bytes)}. Use a smaller batch or raise the limit.",
+            f" {format_bytes(self.limit_bytes)}. {self._advice}",
             min_bytes=total,
             breakdown={"in use": in_use, "next operation": need},
         )

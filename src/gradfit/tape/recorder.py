@@ -78,6 +78,11 @@ class _EnteredRecorders(threading.local):
 _entered = _EnteredRecorders()
 
 
+def is_recording() -> bool:
+    """Whether a recorder is entered in this thread."""
+    return bool(_entered.tables)
+
+
 def _leave(table: StorageTable) -> None:
     """A recording ends; one around it may go on, and takes care of what this one reads from."""
     entered = _entered.tables

@@ -1,0 +1,378 @@
+"""A budget in loops that are not ours: held by the meter, and not a bit is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops_of_others import LOOPS, adam, deep, state
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+import gradfit as gf
+from gradfit.fitting import any_loop
+from gradfit.fitting.budget import live_tensors
+
+pytestmark = pytest.mark.exact
+
+
+def bytes_there() -> int:
+    """Of all tensors that other tests have left behind: they are in the memory, too."""
+    gc.collect()
+    meter = gf.meter()
+    for tensor in live_tensors():
+        meter.watch(tensor)
+    return meter.current_bytes
+
+
+class Held:
+    """What a run under a budget was like."""
+
+    def __init__(self) -> None:
+        self.handles: list[gf.MemoryBudget] = []
+
+    @property
+    def evictions(self) -> int:
+        return max((handle.use.evictions for handle in self.handles), default=0)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def run(name: str, limit: int | None, way: str) -> tuple[list[torch.Tensor], int, int]:
+    """What a loop has come to, with the generator's state; its peak, and how often something was
+    dropped.
+    """
+    held = Held()
+    torch.manual_seed(0)
+    block: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if limit is not None and way == "block":
+        block = gf.budget(limit)
+
+    def hold(*models: nn.Module) -> None:
+        if limit is not None and way == "handles":
+            held.handles += [gf.auto_checkpoint(model, limit) for model in models]
+
+    try:
+        with gf.meter() as live, block as entered:
+            if entered is not None:
+                held.handles.append(entered)
+            found = LOOPS[name](hold)
+            count = held.evictions
+    finally:
+        held.remove()
+    return [*found, torch.get_rng_state()], live.peak_bytes, count
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert any_loop._thread.budgets is None
+    assert not torch_modules._global_forward_hooks
+    assert not torch_modules._global_forward_pre_hooks
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.parametrize("way", ["handles", "block"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_exact_and_held_or_refused(name: str, way: str) -> None:
+    expected, peak, _ = run(name, None, way)
+    held = 0
+    for share in (1.05, 0.97, 0.9, 0.8, 0.7, 0.5):
+        others = bytes_there()
+        try:
+            found, high, evictions = run(name, others + int(share * peak), way)
+        except gf.BudgetInfeasible:
+            assert share < 1
+            break
+        assert high <= share * peak
+        assert same(found, expected)
+        held += evictions > 0
+    assert held >= 1
+
+
+def test_a_model_has_nothing_of_ours_in_it() -> None:
+    model = deep(layers=2)
+    plain = deep(layers=2)
+    with gf.auto_checkpoint(model, "1 GiB"):
+        model(torch.randn(8, 48)).sum().backward()
+        assert vars(model).keys() == vars(plain).keys()
+        assert all(
+            vars(one).keys() == vars(other).keys()
+            for one, other in zip(model.modules(), plain.modules(), strict=True)
+        )
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert b"gradfit" not in pickle.dumps(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"gradfit" not in file.getvalue()
+        twin = copy.deepcopy(model)
+    twin(torch.randn(8, 48)).sum().backward()
+
+
+def passes(model: nn.Module, count: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(128, 48)).square().mean().backward()
+        optimizer.step()
+
+
+def test_removed_between_forward_and_backward() -> None:
+    def gradients(share: float | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        others = bytes_there()
+        model = deep()
+        evictions = 0
+        with gf.meter() as live:
+            x = torch.randn(128, 48)
+            handle = None if share is None else gf.auto_checkpoint(model, others + int(share))
+            loss = model(x).square().mean()
+            if handle is not None:
+                evictions = handle.use.evictions
+                handle.remove()
+                handle.remove()  # which may be said twice
+                assert not handle.is_active
+                assert handle.use.evictions == evictions
+            loss.backward()
+        assert share is None or evictions > 0
+        return state(model), live.peak_bytes
+
+    expected, peak = gradients(None)
+    assert same(gradients(0.6 * peak)[0], expected)
+
+
+def test_removed_inside_a_forward() -> None:
+    class Removes(nn.Module):
+        handle: gf.MemoryBudget | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.handle is not None:
+                self.handle.remove()
+            return x
+
+    def gradients(*, held: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        middle = Removes()
+        model = nn.Sequential(deep(layers=2, out=48), middle, deep(layers=2))
+        if held:
+            middle.handle = gf.auto_checkpoint(model, "1 GiB")
+        model(torch.randn(64, 48)).square().mean().backward()
+        return state(model)
+
+    assert same(gradients(held=True), gradients(held=False))
+
+
+def test_only_forwards_with_gradients_are_recorded() -> None:
+    model = deep(layers=2)
+    with gf.auto_checkpoint(model, "1 GiB") as handle:
+        with torch.no_grad():
+            model(torch.randn(8, 48))
+        with torch.inference_mode():
+            model(torch.randn(8, 48))
+        deep(layers=1)(torch.randn(8, 48))  # not this model's
+        assert handle.use.forwards == 0
+        model(torch.randn(8, 48))
+        assert handle.use.forwards == 1
+
+
+def test_what_the_budget_is_and_what_it_took_is_said() -> None:
+    model = deep(layers=2)
+    with gf.budget("1 GiB") as held:
+        passes(model, 2)
+        assert repr(held).startswith("<budget of 1 GiB, at work: peak ")
+    assert held.use.budget_bytes == held.limit_bytes == 1 << 30
+    assert held.use.forwards == 2
+    assert "forwards: 2, values dropped: 0, 0 s to rebuild them" in str(held.use)
+    assert held.plan is None
+
+
+def test_a_block_is_entered_once_at_a_time() -> None:
+    block = gf.budget("1 GiB")
+    with block:
+        with pytest.raises(gf.MisuseError, match="entered already"), block:
+            pass
+        assert block.is_active
+    with block:
+        pass
+
+
+def test_the_smallest_of_several_holds() -> None:
+    others = bytes_there()
+    with gf.budget("1 GiB"), gf.budget(others + 4096):
+        with pytest.raises(gf.BudgetInfeasible, match=r"the limit is .*gf\.fit\("):
+            torch.zeros(4096)
+        torch.zeros(8)
+    with gf.budget("1 GiB"):
+        torch.zeros(4096)
+
+
+def test_the_budget_behind_an_error_is_the_smallest_that_was_found() -> None:
+    model, x = deep(), torch.randn(128, 48)
+    others = bytes_there()
+    with gf.budget(others + 70_000), pytest.raises(gf.BudgetInfeasible) as caught:
+        model(x).square().mean().backward()
+    assert caught.value.min_bytes > others + 70_000
+    model(x).square().mean().backward()  # nothing is limited any more
+
+
+def test_what_is_there_already_is_above_the_budget() -> None:
+    model = deep(layers=2)
+    with pytest.raises(gf.BudgetInfeasible, match=r"there already take .*, the budget is 1 KiB"):
+        gf.auto_checkpoint(model, "1 KiB")
+    with pytest.raises(gf.BudgetInfeasible) as caught, gf.budget(1024):
+        pass
+    assert caught.value.min_bytes >= bytes_there()
+
+
+def test_a_part_of_what_there_is() -> None:
+    model = deep(layers=1)
+    with gf.auto_checkpoint(model, "auto") as handle, gf.budget("auto") as block:
+        assert min(handle.limit_bytes, block.limit_bytes) > 1 << 20
+    half, whole = (gf.budget(part).limit_bytes for part in ("50%", "100%"))
+    assert abs(2 * half - whole) <= 1
+
+
+def test_a_smaller_budget_drops_what_an_open_graph_holds() -> None:
+    model, x = deep(dropout=0.0), torch.randn(128, 48)
+    model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with gf.budget("1 GiB") as held:
+        loss = model(x).square().mean()
+        live = bytes_there()
+        with gf.budget(live - 100_000):
+            assert held.use.evictions > 0
+            assert bytes_there() <= live - 100_000
+        loss.backward()
+    assert same([p.grad for p in model.parameters() if p.grad is not None], expected)
+
+
+def test_a_refusal_holds_nothing_of_the_loop() -> None:
+    def is_refused(room: int) -> bool:
+        model = deep()
+        loss: torch.Tensor | None = None
+        try:
+            with gf.budget(before + room):
+                loss = model(torch.randn(128, 48)).square().mean()
+                loss.backward()
+        except gf.BudgetInfeasible:
+            return loss is not None  # in the backward pass
+        return False
+
+    before = bytes_there()
+    assert any(is_refused(room) for room in range(500_000, 100_000, -20_000))
+    assert bytes_there() == before
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_thread_has_budgets_of_its_own(count: int) -> None:
+    def train(limit: int | None, found: list[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        layers = [nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(8)]
+        model = nn.Sequential(*layers)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        block: Any = contextlib.nullcontext()
+        if limit is not None:
+            block = gf.auto_checkpoint(model, limit)
+            handles.append(block)
+        with block:
+            for _ in range(3):
+                x = torch.randn(256, 48, generator=generator)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        found += state(model)
+
+    handles: list[gf.MemoryBudget] = []
+    expected: list[torch.Tensor] = []
+    with gf.meter() as live:
+        train(None, expected)
+    # what the other thread has at the beginning is counted, too
+    limit = bytes_there() + int((0.7 if count == 1 else 1.7) * live.peak_bytes)
+    results: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    threads = [threading.Thread(target=train, args=(limit, each)) for each in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(found, expected) for found in results)
+    assert all(handle.use.forwards == 3 for handle in handles)
+    assert count > 1 or handles[0].use.evictions > 0
+
+
+def test_a_model_that_dies_takes_its_budget_along() -> None:
+    model = deep(layers=1)
+    handle = gf.auto_checkpoint(model, "1 GiB")
+    del model
+    gc.collect()
+    assert not handle.is_active
+
+
+def test_what_is_remembered_does_not_grow_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradfit.recompute.evict._MANY", 100)
+    model = deep(layers=2)
+    with gf.budget("1 GiB") as held:
+        passes(model, 40)
+        evictor = held._work._evictor  # type: ignore[union-attr]
+        assert len(evictor._held) < 400
+        assert len(evictor._seconds) < 400
+        assert len(evictor._used) < 2000
+
+
+def test_a_compiled_model() -> None:
+    def gradients(limit: int | None) -> tuple[list[torch.Tensor], int, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[deep(layers=2, out=48, dropout=0.0) for _ in range(3)])
+        for place, part in enumerate(model):
+            model[place] = torch.compile(part, backend="aot_eager")  # type: ignore[assignment]
+        optimizer = adam(model)
+        with gf.meter() as live:
+            handle = gf.auto_checkpoint(model, limit) if limit is not None else None
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(128, 48)).square().mean().backward()
+                optimizer.step()
+            evictions = 0 if handle is None else handle.use.evictions
+            if handle is not None:
+                handle.remove()
+        return state(model), live.peak_bytes, evictions
+
+    expected, peak, _ = gradients(None)
+    found, _, _ = gradients(1 << 30)
+    assert same(found, expected)
+    others = bytes_there()
+    found, high, evictions = gradients(others + int(0.9 * peak))
+    assert same(found, expected)
+    assert high <= 0.9 * peak
+    assert evictions > 0
+
+
+def test_a_model_compiled_as_a_whole_is_the_same() -> None:
+    def gradients(limit: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = deep(layers=2, dropout=0.0)
+        compiled = torch.compile(model, backend="aot_eager")
+        with contextlib.nullcontext() if limit is None else gf.auto_checkpoint(compiled, limit):
+            for _ in range(2):
+                compiled(torch.randn(64, 48)).square().mean().backward()
+        return state(model)
+
+    assert same(gradients(1 << 30), gradients(None))
