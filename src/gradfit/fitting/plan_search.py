@@ -77,7 +77,8 @@ from gradfit.tiling.tiles import Tiles
 from gradfit.tree import leaves, repeat_rows
 from gradfit.units import format_bytes
 
-_Way, _Found = TypeVar("_Way"), TypeVar("_Found")
+_Way = TypeVar("_Way")
+_Found = TypeVar("_Found")
 _TRIES = 5
 _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
