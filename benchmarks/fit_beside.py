@@ -67,6 +67,8 @@ def beside(case: Case, share: float, *, rounds: int) -> list[str]:
             if by_hand(other, runner, size, measured=True) <= budget:
                 names.append(f"by hand, {name}, micro-batch {size}")
                 ways.append(partial(by_hand, other, runner, size))
+    if not ways:
+        return [f"{case.name}: {budget / 2**20:.1f} MiB; no way by hand fits"]
     times = race(partial(step, case.batch), ways, rounds=rounds)
     lines = [
         f"{case.name}: {budget / 2**20:.1f} MiB, {share:.0%} of the activations",
