@@ -97,8 +97,12 @@ class CompiledGraph(OneOperation):
         found = _CALLS.search(self._graph.source_code or "")
         return found.group() if found else ""
 
+    def empties(self, args: Any) -> bool:
+        """Whether it is called with one list, from which it takes out what it has read."""
+        return len(args) == 1 and type(args[0]) is list
+
     def _run(self, *args: Any) -> Any:
-        inputs = args[0] if len(args) == 1 and type(args[0]) is list else list(args)
+        inputs = args[0] if self.empties(args) else list(args)
         given = set(map(_key, inputs))
         with self._telling():
             everything = _run_graph(self._graph, inputs)
@@ -323,6 +327,15 @@ def is_compiled(model: torch.nn.Module, loss_fn: Any = None) -> bool:
         hasattr(module, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
         for module in model.modules()
     )
+
+
+def is_made_inside(loss: torch.Tensor) -> bool:
+    """Whether a loss comes out of a compiled graph, but for arithmetic with numbers after it."""
+    node: Any = loss.grad_fn
+    while node is not None and node.name() != "CompiledFunctionBackward":
+        before = [function for function, _ in node.next_functions if function is not None]
+        node = before[0] if len(before) == 1 else None
+    return node is not None
 
 
 @functools.cache

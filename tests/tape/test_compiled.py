@@ -222,6 +222,34 @@ def test_a_profile_has_one_operation_for_a_graph() -> None:
     assert all(op.replayable for op in ours)
 
 
+def test_a_profile_knows_that_a_compiled_backward_lets_go_of_what_it_has_read() -> None:
+    """What is saved dies while gradients come: the most of both is not there at once."""
+    torch.manual_seed(0)
+    inner = Stack(blocks=3, compiled=False)
+    model: Any = torch.compile(inner)
+    batch = batch_of(256)
+    found = gf.profile(model, entropy, batch, tile=False)
+    with gf.meter() as live:
+        live.watch(model, batch)
+        entropy(model, batch).backward()
+    inner.zero_grad()
+    predicted = gf.plan(found, memory="1 GiB", batch_size=256, micro_batch=256)
+    assert predicted.keeps_everything
+    assert live.peak_bytes <= predicted.peak_bytes <= 1.001 * live.peak_bytes
+
+
+def test_on_shapes_compiled_functions_run_as_they_were_written() -> None:
+    """Dynamo is not asked: it would trace whoever looks on."""
+    model: Any = torch.compile(Stack(blocks=2, compiled=False))
+    batch = batch_of(8)
+    entropy(model, batch)
+    before = graphs()
+    with no_warnings():
+        found = gf.profile(model, entropy, batch, fake=True)
+    assert graphs() == before
+    assert "aten.gelu.default" in [op.name for op in found.operations]
+
+
 def test_without_a_plan_compiled_graphs_are_evicted() -> None:
     torch.manual_seed(0)
     model, x = Stack(blocks=4), torch.randn(1024, 16)
@@ -315,3 +343,78 @@ def test_fit_cuts_a_batch_for_a_model_that_is_compiled_whole() -> None:
     for parameter, found in zip(inner.parameters(), gradients[-1], strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad / 512, found, rtol=1e-5, atol=1e-7)
+
+
+class WithLoss(Stack):
+    """The loss is made inside, as models of transformers do it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_loss_inside_of_a_compiled_model_needs_its_count(counts: bool) -> None:
+    """Without one it runs as it was written, is planned so, and that is said; with one, compiled.
+    Some labels do not count, so that parts weigh more or less.
+    """
+    torch.manual_seed(0)
+    inner = WithLoss(blocks=2, compiled=False)
+    for block in inner.blocks:
+        block.dropout.p = 0.0  # type: ignore[union-attr, assignment]
+    model: Any = torch.compile(inner)
+    made_by: list[str] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = own_loss(model, batch)
+        made_by.append("" if loss.grad_fn is None else loss.grad_fn.name())
+        count = (batch["y"] != -100).sum()
+        return gf.Loss(sum=loss * count, count=count) if counts else loss
+
+    batch = batch_of(96)
+    batch["y"][5:60:2] = -100
+    with gf.meter() as plain:
+        plain.watch(model, batch)
+        own_loss(model, batch).backward()
+    expected = [p.grad.clone() for p in inner.parameters() if p.grad is not None]
+    inner.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gradients: list[list[torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append([p.grad.clone() for p in inner.parameters()])  # type: ignore[union-attr]
+    )
+    budget = plain.peak_bytes * 3 // 4
+    with no_warnings() if counts else pytest.warns(UserWarning, match=r"gf\.losses"):
+        step = gf.fit(model, optimizer, loss_fn, batch, memory=budget, micro_batch=32)
+    made_by.clear()
+    before = graphs()
+    with no_warnings():
+        for _ in range(3):
+            result = step(batch)
+            assert result.micro_batches == 3
+            assert result.peak_bytes <= budget
+    assert graphs() == before
+    assert set(made_by) == {"CompiledFunctionBackward" if counts else "NllLossBackward0"}
+    for one, other in zip(gradients[-1], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_flex_attention_trains_where_torch_lets_it() -> None:
+    """Its backward on a CPU is refused in torch's words; a forward alone runs."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attention: Any = torch.compile(flex_attention)
+    q, k, v = (torch.randn(1, 1, 16, 16) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with torch.no_grad(), gf.meter():
+        torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    with (
+        pytest.raises(Exception, match=r"(?i)flex_?attention.*CPU|CPU.*requires.?grad"),
+        gf.CheckpointScope("a"),
+    ):
+        attention(q.requires_grad_(), k, v).sum().backward()
+    assert not _torch_listen.is_heard()

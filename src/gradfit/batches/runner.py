@@ -8,12 +8,14 @@ is run (plainly, by a plan, below a limit) is a *mode*, which whoever knows of p
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from gradfit._torch_listen import eager_functions
 from gradfit.arguments import invalid
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.errors import MisuseError
@@ -106,6 +108,17 @@ class MicroBatchRunner:
         """The loss of one part."""
         with mode.around_forward():
             return run_part(mode.wrap(self.loss_fn), self.model, part.content, part.rows)
+
+
+def as_written(loss_fn: LossFunction) -> LossFunction:
+    """The same, where functions compiled by torch.compile run as they were written."""
+
+    @functools.wraps(loss_fn)
+    def run(model: torch.nn.Module, batch: Any) -> Any:
+        with eager_functions():
+            return loss_fn(model, batch)
+
+    return run
 
 
 def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int = 0) -> PartLoss:

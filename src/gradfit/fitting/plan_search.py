@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -16,13 +17,15 @@ import torch
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
+from gradfit._torch_compile import is_compiled
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.device_numbers import MOST_WAITING
-from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
+from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part, as_written
 from gradfit.batches.snapshot import Snapshot, untouched
+from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.batch_rows import BatchRows
@@ -94,6 +97,12 @@ _LONGEST_NUMBER = 8  # bytes
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 # on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
 _NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
+_LOSS_IS_COMPILED = (
+    "The loss is made inside of a compiled function, which does not say what it was divided by: so"
+    " that micro-batches can be weighed, compiled functions are run as they were written. To run"
+    " them compiled, return gf.Loss(sum=…, count=…) from loss_fn, or use gf.losses (causal_lm and"
+    " others), or compute the loss outside of what is compiled."
+)
 
 
 class _NeedsMore(Exception):
@@ -223,6 +232,7 @@ class Planner:
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
         self._left = ""  # where the last trial left its plan
+        self._is_as_written = False  # compiled functions are not run compiled
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: BatchRows | None = None  # of a step's batch
@@ -277,6 +287,18 @@ class Planner:
         larger = covering(self._plans, self.shape(rows.batch), 0)
         sizes = [one.plan.batch_size for one in larger if _keeps_whole_batch(one.plan)]
         return rows.at_most(max(sizes, default=None))
+
+    def run_as_written(self) -> bool:
+        """From now on compiled functions are run as they were written, where a loss that is made
+        inside of one does not say what it was divided by; whether they were not before.
+        """
+        if self._is_as_written:
+            return False
+        self._is_as_written = True
+        self.runner.loss_fn = self._loss_fn = as_written(self._loss_fn)
+        if is_compiled(self._model, self._loss_fn):
+            warnings.warn(_LOSS_IS_COMPILED, stacklevel=2)
+        return True
 
     def shape(self, batch: Any) -> Shape:
         """By which a batch's plans are found."""
@@ -390,9 +412,11 @@ class Planner:
     def _look_for_faster(self, tested: TestedPlan, request: _Request) -> None:
         """Try out other plans for these batches; those that hold take turns with this one."""
         later = self._later[tested.shape]
+        found: list[TestedPlan] = []
         if later.looks_for_rivals:
             later.looks_for_rivals = False
-            found = list(self._others(tested, request.batch, self.limit_bytes))
+            with contextlib.suppress(UnreadableLoss):  # then it is not cut for the clock's sake
+                found = list(self._others(tested, request.batch, self.limit_bytes))
         else:
             later.looks_for_tiles = False
             found = self._in_tiles(request)
@@ -689,7 +713,18 @@ class Planner:
 
     def _fit(self, request: _Request) -> TestedPlan:
         with self._progress.running():
-            return self._where_memory_lasts(self._best, (request,), doing="was planned")
+            return self._where_memory_lasts(
+                self._best_that_is_read, (request,), doing="was planned"
+            )
+
+    def _best_that_is_read(self, request: _Request) -> TestedPlan:
+        """The best tested plan; a compiled loss that cannot be read runs as it was written."""
+        try:
+            return self._best(request)
+        except UnreadableLoss:
+            if not self.run_as_written():
+                raise
+        return self._best(request)
 
     def _best(self, request: _Request) -> TestedPlan:
         """The best tested plan of those without tiles and those with."""
@@ -1339,7 +1374,9 @@ class Planner:
                 if online_bytes is not None:
                     self._run_online(untested, part, online_bytes, beside=waiting + rest)
                 else:
-                    unrecorded = self._run_planned(part, Planned(untested, inside=data_reads))
+                    unrecorded = self._run_planned(
+                        part, Planned(untested, inside=data_reads), plan.batch_size
+                    )
                     saved = max(saved, unrecorded.saved_bytes)
                     asked = max(asked, unrecorded.last_rebuilt)
             passes = max(passes, live.peak_bytes + rest)
@@ -1357,9 +1394,17 @@ class Planner:
             reads_data=data_reads.reads_data,
         )
 
-    def _run_planned(self, part: Part, mode: Planned) -> Any:
-        """Both passes of one micro-batch; what was seen of the forward's unrecorded rest."""
-        loss = self.runner.forward(part, mode).loss
+    def _run_planned(self, part: Part, mode: Planned, batch_size: int) -> Any:
+        """Both passes of one micro-batch; what was seen of the forward's unrecorded rest.
+
+        Raises:
+            UnreadableLoss: it is one of several, and cannot be weighed.
+        """
+        part_loss = self.runner.forward(part, mode)
+        if is_compiled(self._model, self._loss_fn):  # else it is as it was when it was measured
+            BatchWeights(self.additivity, batch_size, exact=self.exact).of(part_loss)
+        loss = part_loss.loss
+        del part_loss
         unrecorded = mode.followed.rest
         torch.autograd.backward(loss)
         return unrecorded

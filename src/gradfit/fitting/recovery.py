@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from gradfit._torch import is_out_of_memory
-from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.late_weights import ReadEach
 from gradfit.batches.loss import PartLoss
@@ -36,7 +35,6 @@ from gradfit.recompute.follow_plan import Diverged
 # process, or a neighbour on the device, leaves free is not known, so it soon becomes much less.
 _SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _Result = TypeVar("_Result")
-_NOTHING = contextlib.nullcontext()
 Trial = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -58,7 +56,6 @@ class Recovery:
     def __init__(self, plans: Planner, trial: Trial = contextlib.nullcontext) -> None:
         self._plans, self._trial = plans, trial
         self._sequences = Sequences(plans)
-        self._runs_eagerly = False  # compiled functions are run as they were written
         self._counts_first = False
         self.reads_each = False
         """Each part's weight is to be read when it comes, also from a device."""
@@ -136,9 +133,8 @@ class Recovery:
         """
         self.reads_each = isinstance(error, ReadEach)
         self._counts_first = self._counts_first or isinstance(error, CountFirst)
-        if isinstance(error, UnreadableLoss) and not self._runs_eagerly:
-            self._runs_eagerly = True
-            return True
+        if isinstance(error, UnreadableLoss):
+            return self._plans.run_as_written()
         return isinstance(error, Diverged | ReadEach | CountFirst)
 
     def run(
@@ -160,8 +156,7 @@ class Recovery:
             first: the part is the first that is run of its batch.
         """
         mode = self._mode(tested, part, batch, first=first)
-        with eager_functions() if self._runs_eagerly else _NOTHING:
-            self._plans.runner.run(part, mode, backward)
+        self._plans.runner.run(part, mode, backward)
 
     def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)

@@ -461,11 +461,20 @@ class _Sampler:
         samples = self.doubling()
         if len(samples) == 1 and samples[0].size == 2 < self.total and self.has_room:
             samples = self.watched_again([self.sample(1), *samples])  # what a single row takes
-        # where forwards wait for each other, all ranks must run the same
-        alone = len(samples) == 1 and not distributed.is_running()
-        if alone and samples[0].size < self.total:
+        if len(samples) == 1 and samples[0].size < self.total and self._shapes_tell:
             return [*self.extrapolated(samples[0]), *samples]
         return samples
+
+    @property
+    def _shapes_tell(self) -> bool:
+        """Not of compiled functions, which run on shapes as they were written; nor where forwards
+        wait for each other, and all ranks must run the same.
+        """
+        return not distributed.is_running() and not self._is_compiled
+
+    @property
+    def _is_compiled(self) -> bool:
+        return is_compiled(self.step.model, self.step.loss_fn)
 
     def extrapolated(self, only: Sample) -> list[Sample]:
         """What the whole batch would do, by its shapes."""
@@ -514,7 +523,7 @@ class _Sampler:
         """
         if self.total <= 2:
             return 1
-        return 2 if self.has_room or is_compiled(self.step.model, self.step.loss_fn) else 1
+        return 2 if self.has_room or self._is_compiled else 1
 
     def is_enough(self, samples: list[Sample]) -> bool:
         """Whether to stop doubling: the next size may not fit, or takes long. Two sizes must be

@@ -31,6 +31,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit._torch_listen import eager_functions
 from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators
 from gradfit.profiling.assemble import Sample, assemble, same_structure
@@ -90,7 +91,7 @@ def predict(
     profiles: list[Profile] = []
     try:
         cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
-        with outside_fake_mode(), emptied(model, shapes, device) as empty:
+        with outside_fake_mode(), eager_functions(), emptied(model, shapes, device) as empty:
             batches = list(_batches(sample_batch, rows, split, empty))
             choices: tuple[Tiles, ...] = ()
             if tile:
@@ -177,7 +178,8 @@ def _on_shapes(
 ) -> list[Sample]:
     shapes, roofline, generators = Shapes(), Roofline(_SOME), Generators()
     try:
-        with outside_fake_mode(), emptied(model, shapes, _device_of(model)) as empty:
+        device = _device_of(model)
+        with outside_fake_mode(), eager_functions(), emptied(model, shapes, device) as empty:
             return [
                 _sample(
                     model,

@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,7 +28,7 @@ from gradfit._torch import (
     let_go_of_graph,
     storage_key,
 )
-from gradfit._torch_compile import called_module
+from gradfit._torch_compile import CompiledGraph, called_module
 from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
@@ -90,6 +91,23 @@ class TracedNode:
     after_bytes: int = 0
     seconds: float = 0.0
     gradient_bytes: int = 0
+    # of a graph that lets go of what it was given as it goes: see `_BytesInside.takes`
+    passes: list[_Inside] = field(default_factory=list)
+
+
+class _Inside(NamedTuple):
+    """What happened inside of one operation: bytes that came, or went with a value."""
+
+    before_bytes: int
+    changes: list[tuple[int, int]]  # bytes, and the value that went, or _NO_VALUE
+
+    def peak_bytes(self, needed_later: set[int]) -> int:
+        """Beside what it was given, with all of these values still there."""
+        went = [size for size, value in self.changes if value not in needed_later]
+        return self.before_bytes + max(0, *accumulate(went, initial=0))
+
+
+_NO_VALUE = -1
 
 
 class _WatchedStorage(StorageWatch):
@@ -106,6 +124,38 @@ class _BytesInside:
     def __init__(self) -> None:
         self._now = self._peak = 0
         self._live: dict[int, _WatchedStorage] = {}
+        self._given: dict[int, _WatchedStorage] = {}
+        self._changes: list[tuple[int, int]] = []
+
+    def takes(self, tensors: list[Any], values: dict[int, int]) -> None:
+        """It is about to get these, in a list that it empties: what autograd has saved, of these
+        values, may die before the operation ends.
+        """
+        self._changes.clear()
+        for tensor in tensors:
+            key = storage_key(tensor) if _has_storage(tensor) else None
+            if key in values and key not in self._given:
+                storage = tensor.untyped_storage()
+                watcher = watch_storage(storage, self._given_died, _WatchedStorage)
+                watcher.key, watcher.nbytes = key, storage.nbytes()
+                watcher.storage = values[key]
+                self._given[key] = watcher
+
+    def _given_died(self, watcher: _WatchedStorage) -> None:
+        if self._given.get(watcher.key) is watcher:
+            del self._given[watcher.key]
+            self._changes.append((-watcher.nbytes, watcher.storage))
+
+    def went(self, nbytes: int) -> None:
+        """A gradient in flight has died."""
+        self._changes.append((-nbytes, _NO_VALUE))
+
+    def take_changes(self) -> list[tuple[int, int]]:
+        """The operation has ended that took something."""
+        changes, self._changes = self._changes, []
+        self._given.clear()
+        self.take_peak()
+        return changes
 
     def add(self, tensor: torch.Tensor) -> None:
         """A tensor that it has made."""
@@ -120,19 +170,26 @@ class _BytesInside:
             self._live[key] = watcher
             self._now += watcher.nbytes
             self._peak = max(self._peak, self._now)
+            self._changes.append((watcher.nbytes, _NO_VALUE))
 
     def _died(self, watcher: _WatchedStorage) -> None:
         if self._live.get(watcher.key) is watcher:
             del self._live[watcher.key]
             self._now -= watcher.nbytes
+            self._changes.append((-watcher.nbytes, _NO_VALUE))
 
     def take_peak(self) -> int:
         """The operation has ended."""
         peak = self._peak
         if peak:
             self._live.clear()
+            self._changes.clear()
             self._now = self._peak = 0
         return peak
+
+
+def _has_storage(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
 
 
 class Trace(OperationListener):
@@ -158,7 +215,7 @@ class Trace(OperationListener):
         self._backward_task: int | None = None  # autograd's number for the loss's backward pass
         self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
-        self._given: set[int] = set()  # storages that the present node has unpacked
+        self._given: dict[int, int] = {}  # by storage: values that the present node has unpacked
         # Of these, those that it writes to: they are gradients in flight once the node has ended.
         self._taken_over: dict[int, _WatchedStorage] = {}
         self._units = fsdp.units_of(model)
@@ -354,6 +411,7 @@ class Trace(OperationListener):
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches; the loss is gone by then."""
         self._end_node()
+        self._find_peaks_inside()
         self._let_boundaries_go()
         if self._events is not None:
             self._events.read()
@@ -363,6 +421,15 @@ class Trace(OperationListener):
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
+
+    def _find_peaks_inside(self) -> None:
+        """Of nodes that let go of what they were given, where no later node needs it."""
+        needed_later: set[int] = set()
+        for node in reversed(self.nodes):
+            for inside in node.passes:
+                node.peak_bytes = max(node.peak_bytes, inside.peak_bytes(needed_later))
+            node.passes.clear()
+            needed_later.update(node.needs)
 
     def _let_survivors_go(self) -> None:
         """After the last operation, which is backward's own: it makes the loss's gradient, 1."""
@@ -379,17 +446,26 @@ class Trace(OperationListener):
             self._inside.take_peak()  # of a replay: not this node's
             return out
         self._enter_node()
+        node = self.nodes[-1]
+        takes, before = isinstance(func, CompiledGraph) and func.empties(args), self._other_bytes
+        if takes:
+            self._inside.takes(args[0], self._given)
         out, seconds = self.run(func, args, kwargs)
-        inside = self._other_bytes + self._inside.take_peak()
-        self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, inside)
-        self.nodes[-1].seconds += seconds
-        self._charge(self.nodes[-1])
+        if takes:
+            node.passes.append(_Inside(before, self._inside.take_changes()))
+            self._take_over(out.everything)
+        else:
+            inside = self._other_bytes + self._inside.take_peak()
+            node.peak_bytes = max(node.peak_bytes, inside)
+        node.seconds += seconds
+        self._charge(node)
         for _, tensor, key in fresh_results(out, args):
             self._other[key] = watcher = self._watch_gradient(tensor, key)
             self._other_bytes += watcher.nbytes
         if info.writes and self._given:
             self._take_over(written_tensors(info, args, kwargs))
-        self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, self._other_bytes)
+        if not takes:
+            node.peak_bytes = max(node.peak_bytes, self._other_bytes)
         return out
 
     def _watch_gradient(self, tensor: torch.Tensor, key: int) -> _WatchedStorage:
@@ -398,10 +474,10 @@ class Trace(OperationListener):
         watcher.key, watcher.nbytes = key, storage.nbytes()
         return watcher
 
-    def _take_over(self, written: list[torch.Tensor]) -> None:
+    def _take_over(self, written: list[Any]) -> None:
         """A node makes gradients in the memory of what it has saved."""
         for tensor in written:
-            key = storage_key(tensor) if tensor.layout is torch.strided else 0
+            key = storage_key(tensor) if _has_storage(tensor) else 0
             if key in self._given and key not in self._taken_over:
                 self._taken_over[key] = self._watch_gradient(tensor, key)
 
@@ -443,6 +519,7 @@ class Trace(OperationListener):
         if self._other.get(watcher.key) is watcher:
             del self._other[watcher.key]
             self._other_bytes -= watcher.nbytes
+            self._inside.went(watcher.nbytes)
 
     def gradient_accumulated(self, parameter: torch.Tensor) -> None:
         """A parameter has its gradient: from here on it is static, not in flight."""
@@ -526,7 +603,7 @@ class Trace(OperationListener):
     def give(self, value: int | None, tensor: torch.Tensor) -> torch.Tensor:
         """It gets it."""
         if value is not None and tensor.layout is torch.strided:
-            self._given.add(storage_key(tensor))
+            self._given[storage_key(tensor)] = value
         return tensor
 
     # ---------------------------------------------------------------------------------------- where
