@@ -32,6 +32,7 @@ class Shape:
     make: Callable[[], nn.Module]
     batch: dict[str, torch.Tensor]
     blocks: Callable[[nn.Module], Any]
+    loss_fn: Callable[..., Any]  # with its count, which a compiled graph does not say
 
 
 def llama() -> Shape:
@@ -42,9 +43,13 @@ def llama() -> Shape:
         vocab_size=1000, max_position_embeddings=128, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(0, 1000, (8, 96))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = {"input_ids": ids, "labels": ids.clone()}
     return Shape(
-        "Llama, 6 layers", lambda: LlamaForCausalLM(config), batch, lambda m: m.model.layers
+        "Llama, 6 layers",
+        lambda: LlamaForCausalLM(config),
+        batch,
+        lambda m: m.model.layers,
+        gf.losses.causal_lm,
     )
 
 
@@ -57,17 +62,18 @@ def vit() -> Shape:
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     batch = {"pixel_values": torch.rand(16, 3, 64, 64), "labels": torch.randint(0, 10, (16,))}
-    return Shape("ViT, 6 layers", lambda: ViTForImageClassification(config), batch, _vit_blocks)
+    return Shape(
+        "ViT, 6 layers",
+        lambda: ViTForImageClassification(config),
+        batch,
+        _vit_blocks,
+        gf.losses.classification,
+    )
 
 
 def _vit_blocks(model: Any) -> Any:
     """Where they are depends on the version of transformers."""
     return [one for one in model.modules() if type(one).__name__ == "ViTLayer"]
-
-
-def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
 
 
 def compiled(shape: Shape, model: nn.Module, way: str) -> Any:
@@ -81,7 +87,7 @@ def compiled(shape: Shape, model: nn.Module, way: str) -> Any:
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     optimizer.zero_grad()
-    loss_fn(model, batch).backward()
+    model(**batch).loss.backward()
     optimizer.step()
 
 
@@ -116,13 +122,13 @@ def run(shape: Shape, rounds: int) -> None:
         turns[way] = lambda m=hand, o=optimizers[0]: by_hand(m, o, shape.batch)
         started = time.process_time()
         try:
-            step = gf.fit(ours, optimizers[1], loss_fn, shape.batch, memory=budget)
+            step = gf.fit(ours, optimizers[1], shape.loss_fn, shape.batch, memory=budget)
         except gf.BudgetInfeasible as refusal:
             notes[way] = f"fit at {budget / 2**20:.1f} MiB refused: {refusal.min_bytes / 2**20:.1f}"
             continue
         fitted = time.process_time() - started
         step(shape.batch)
-        report = gf.audit(ours, loss_fn, shape.batch, plan=step.plan)
+        report = gf.audit(ours, shape.loss_fn, shape.batch, plan=step.plan)
         plan = str(step.plan).split("; predicted")[0]
         notes[f"{way}, fit"] = (
             f"{plan}; bits {'equal' if report.identical else 'DIFFER'}; fit {fitted:.1f} s;"
