@@ -138,6 +138,27 @@ def test_cuts_are_where_only_the_residual_stream_crosses() -> None:
     assert set(adds) <= set(cuts)
 
 
+def test_little_memory_is_used_as_segments_inside_segments_can() -> None:
+    """Split by halves and square roots, these took 47 and 54 % of a plain step."""
+    graph = transformer(12).at(16)
+    solver = FastSolver(graph)
+    for share, most in ((0.1, 0.4), (0.09, 0.45)):
+        found = solver.solve(room(graph, solver, share))
+        assert found is not None
+        assert found.extra_seconds <= most * graph.plain_seconds
+
+
+def test_all_results_of_an_operation_are_in_one_segment() -> None:
+    """The engine gives an operation one segment: that of its first result."""
+    graph = transformer(12).at(16)
+    solver = FastSolver(graph)
+    for solution in (solver.smallest(), solver.solve(room(graph, solver, 0.1))):
+        assert solution is not None
+        segment_of = solution.segments.of
+        for outputs in graph.op_outputs:
+            assert len({segment_of[value] for value in outputs}) <= 1
+
+
 def passes_over_the_graph(
     graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, float]:

@@ -1,5 +1,5 @@
-"""Local search on the simulator, from the chain's solution: fill the room that is left, then
-exchange and anneal.
+"""Local search on the simulator, from the chain's solution: fill the room that is left, hold longer
+what segments rebuild, then exchange and anneal.
 
 Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983
 (https://doi.org/10.1126/science.220.4598.671), with bytes over the budget priced instead of
@@ -8,8 +8,9 @@ own: the same graph and budget give the same plan.
 
 Bound reached: none is proven; the plan is never slower than the one it began with.
 
-Weakness: it changes keep bits only, not the tree of segments, and one by one: on graphs of more
-than some hundred operations it finds little in the time there is, so these get the fill only.
+Weakness: it changes keep bits, and which segment a value is in, but not the tree of segments, and
+one by one: on graphs of more than some hundred operations annealing finds little in the time there
+is, so these get the fill only.
 """
 
 from __future__ import annotations
@@ -54,6 +55,59 @@ def fill(
         if result.extra_seconds == before:
             break
     return best
+
+
+def hold_longer(
+    simulator: Simulator,
+    actions: Sequence[int],
+    segments: Segments,
+    budget_bytes: int,
+    *,
+    evaluations: int,
+) -> Segments:
+    """Move values to the segment around theirs, where they stay for those that come before and are
+    replayed less often, most seconds per byte first, while the budget holds.
+    """
+    of, parent = list(segments.of), segments.parent
+    result = simulator.run(actions, segments)
+    groups = _groups(simulator.graph)
+    while evaluations > 0:
+        before = result.extra_seconds
+        for values in _worth_holding(simulator.graph, groups, actions, of, result)[:evaluations]:
+            evaluations -= 1
+            own = [of[value] for value in values]
+            for value, segment in zip(values, own, strict=True):
+                of[value] = parent[segment]
+            trial = simulator.run(actions, Segments(of, parent))
+            if trial.peak_bytes <= budget_bytes and trial.extra_seconds < result.extra_seconds:
+                result = trial
+            else:
+                for value, segment in zip(values, own, strict=True):
+                    of[value] = segment
+        if result.extra_seconds == before:
+            break
+    return Segments(of, parent)
+
+
+def _worth_holding(
+    graph: Graph,
+    groups: dict[int, list[int]],
+    actions: Sequence[int],
+    segment_of: Sequence[int],
+    result: Simulation,
+) -> list[list[int]]:
+    """What is rebuilt more than once in a segment that has one around it, an operation's results
+    together, most seconds per byte first.
+    """
+    worth = []
+    for op, group in groups.items():
+        rebuilt = [v for v in group if actions[v] == REBUILD and segment_of[v] > 0]
+        if rebuilt and result.replays[op] > 1:
+            values = list(graph.op_outputs[op])  # which have one segment
+            seconds = graph.op_seconds[op] * (result.replays[op] - 1)
+            size = sum([graph.nbytes[value] for value in values])
+            worth.append((seconds / max(1, size), values))
+    return [values for _, values in sorted(worth, reverse=True)]
 
 
 def _set_all(table: list[_T], values: Iterable[int], to: _T) -> None:

@@ -4,16 +4,16 @@ worst moment).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from gradfit.planning.min_cut import hull
-from gradfit.planning.pieces import Piece, last_readers, nest
+from gradfit.planning.pieces import Piece, last_readers, nest, together
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator
 from gradfit.profiling.step_graph import Graph
 
 _LONG = 600  # operations; trees over more are few, since each is simulated
+_DENSE = 10  # times the usual seconds per byte
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,27 @@ class Option:
 Way = tuple[Sequence[int], Segments | None]  # what to do with each value of a piece
 
 
-def ways(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -> list[Way]:
-    """What may be worth doing: keep-sets on the hull, and (`nested`) everything rebuilt in segments
-    inside segments.
-
-    `units` are the piece's cuts, as positions in it. A piece of more than `hull_units` units only
-    serves to drop everything in it.
+def flat_ways(piece: Piece, *, units: int, hull_units: int) -> list[Way]:
+    """What may be worth doing without segments: keep-sets on the hull. A piece of more than
+    `hull_units` units only serves to drop everything in it.
     """
-    many = len(units) - 1
-    nothing = _keeping_nothing(piece)
-    flat = [nothing]
-    if many <= hull_units:
-        flat = hull(piece.graph, piece.forced, most=12 if many == 1 else 8)
-    ways: list[Way] = [(actions, None) for actions in flat]
-    if nested:
-        ways += [(nothing, tree) for tree in _trees(piece.graph, units)]
-    return ways
+    if units > hull_units:
+        return [(keeping_nothing(piece), None)]
+    return [
+        (actions, None) for actions in hull(piece.graph, piece.forced, most=12 if units == 1 else 8)
+    ]
 
 
-def _trees(graph: Graph, units: Sequence[int]) -> list[Segments]:
-    last = last_readers(graph)
-    return [nest(graph, last, levels) for levels in nestings(units, len(graph.op_inputs))]
+def unit_ways(piece: Piece) -> list[Way]:
+    """Everything of one unit rebuilt in segments inside segments, which are split by halves."""
+    graph, last = piece.graph, last_readers(piece.graph)
+    nothing, dense = keeping_nothing(piece), dense_values(piece.graph)
+    trees = [nest(graph, last, levels) for levels in nestings(len(graph.op_inputs))]
+    chosen = [keeping(nothing, dense), nothing] if dense else [nothing]
+    return [(actions, tree) for tree in trees for actions in chosen]
 
 
-def _keeping_nothing(piece: Piece) -> list[int]:
+def keeping_nothing(piece: Piece) -> list[int]:
     forced = set(piece.forced)
     return [
         KEEP if op < 0 or value in forced else REBUILD
@@ -62,16 +59,35 @@ def _keeping_nothing(piece: Piece) -> list[int]:
     ]
 
 
-def menu(piece: Piece, ways: Sequence[Way]) -> list[Option]:
-    """The ways that are worth having, with what they cost."""
+def dense_values(graph: Graph) -> set[int]:
+    """What takes so long to make again, for its bytes, that it is kept nearly always: the bits of a
+    dropout's mask.
+    """
+    usual = sum(graph.op_seconds) / max(1, sum(graph.held_bytes))
+    dense: set[int] = set()
+    for outputs, seconds in zip(graph.op_outputs, graph.op_seconds, strict=True):
+        size = sum([graph.held_bytes[value] for value in outputs])
+        keepable = not any(graph.unkeepable[value] for value in outputs)
+        if keepable and seconds > _DENSE * usual * size:
+            dense.update(outputs)
+    return dense
+
+
+def keeping(actions: Sequence[int], values: Container[int]) -> list[int]:
+    return [KEEP if value in values else action for value, action in enumerate(actions)]
+
+
+def options(piece: Piece, ways: Sequence[Way]) -> list[Option]:
+    """The ways, with what they cost."""
     simulator = Simulator(piece.graph)
-    return prune([evaluate(piece, simulator, actions, segments) for actions, segments in ways])
+    return [evaluate(piece, simulator, actions, segments) for actions, segments in ways]
 
 
 def evaluate(
     piece: Piece, simulator: Simulator, actions: Sequence[int], segments: Segments | None
 ) -> Option:
     actions = piece.graph.with_fixed(actions)
+    segments = None if segments is None else together(piece.graph, actions, segments)
     result = simulator.run(actions, segments)
     return Option(
         _kept_bytes(piece, actions),
@@ -100,46 +116,13 @@ def _is_used(graph: Graph, value: int, actions: Sequence[int]) -> bool:
     )
 
 
-def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
-    """Ways to split a piece again and again: at its cuts, then between its operations, by twos and
-    by roots.
-
-    Revolve (Griewank & Walther 2000, https://doi.org/10.1145/347837.347846) splits where its
-    recurrence says; halves and square roots come close with a few simulations.
-    """
-    inner = [position for position in units if 0 < position < operations]
-    if operations > _LONG and inner:
-        return _few_nestings(inner, operations)
-    return _nestings_at_cuts(inner) + _nestings_between(inner, operations)
-
-
-def _few_nestings(inner: list[int], operations: int) -> list[list[list[int]]]:
-    finer, coarse = halvings_within(inner, operations), halvings(inner)
-    return [coarse, [*coarse, *finer[:2]], [*coarse, *finer]]
-
-
-def _nestings_at_cuts(inner: list[int]) -> list[list[list[int]]]:
-    if len(inner) < 3:
-        return [[inner]] if inner else []
-    step = round((len(inner) + 1) ** 0.5)
-    return [[inner], halvings(inner), [inner[step - 1 :: step], inner]]
-
-
-def _nestings_between(inner: list[int], operations: int) -> list[list[list[int]]]:
-    """Splits between any two operations, below those at the cuts."""
+def nestings(operations: int) -> list[list[list[int]]]:
+    """Ways to split between operations again and again, by twos; and between all at once."""
     if operations <= 2:
         return []
-    finer = halvings_within(inner, operations)
-    coarse = halvings(inner) if inner else []
-    splits = [[*coarse, *finer[:depth]] for depth in _depths(len(inner), len(finer))]
-    return splits if inner else [*splits, [list(range(1, operations))]]
-
-
-def _depths(cuts: int, deepest: int) -> Sequence[int]:
-    """To which depths a piece of so many inner cuts is split: of many units, each simulated, the
-    extremes will do.
-    """
-    return range(1, deepest + 1) if cuts < 4 else sorted({min(2, deepest), deepest})
+    halves = halvings(range(1, operations))
+    depths = range(1, len(halves) + 1) if operations <= _LONG else (2, len(halves))
+    return [*(halves[:depth] for depth in depths), [list(range(1, operations))]]
 
 
 def halvings(positions: Sequence[int]) -> list[list[int]]:
@@ -160,19 +143,6 @@ def halvings(positions: Sequence[int]) -> list[list[int]]:
         levels.append(sorted(chosen))
         ranges = following
     return levels
-
-
-def halvings_within(units: Sequence[int], operations: int) -> list[list[int]]:
-    """Halve every unit on its own, keeping the units' bounds at each level."""
-    bounds = [0, *units, operations]
-    parts = [halvings(range(low + 1, high)) for low, high in pairwise(bounds) if high - low > 1]
-    depth = max((len(part) for part in parts), default=0)
-    return [sorted({*units, *_at_level(parts, level)}) for level in range(depth)]
-
-
-def _at_level(parts: Sequence[Sequence[list[int]]], level: int) -> list[int]:
-    """Where the parts are split at this level, each at its deepest if it has fewer."""
-    return [place for part in parts for place in part[min(level, len(part) - 1)]]
 
 
 def prune(options: Sequence[Option]) -> list[Option]:

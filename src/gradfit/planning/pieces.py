@@ -7,6 +7,7 @@ after them can be rebuilt without going back further.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -82,10 +83,19 @@ def _near_the_least(
     positions: Sequence[int], crossing: list[int], *, distance: int, slack: float = 1
 ) -> list[int]:
     """The positions where not much more crosses than anywhere within the distance."""
-    return [p for p in positions if crossing[p] <= slack * _least_near(crossing, p, distance)]
+    others = _without_ends(crossing)
+    return [p for p in positions if crossing[p] <= slack * _least_near(others, p, distance)]
 
 
-def _least_near(crossing: list[int], position: int, distance: int) -> int:
+def _without_ends(crossing: list[int]) -> list[float]:
+    """The same where more crosses than next to nothing: before the first layer and after the loss,
+    where a cut would part nothing from all the rest, and must not stand for the cuts near it.
+    """
+    next_to_nothing = sorted(crossing)[len(crossing) // 2] / 30
+    return [size if size >= next_to_nothing else math.inf for size in crossing]
+
+
+def _least_near(crossing: Sequence[float], position: int, distance: int) -> float:
     return min(
         crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)]
     )
@@ -123,18 +133,21 @@ class Anatomy:
     def nodes(self, start: int, end: int) -> list[int]:
         return sorted({node for op in range(start, end) for node in self.nodes_of[op]})
 
-    def kind(self, start: int, end: int) -> tuple[int, int]:
+    def kind(self, start: int, end: int) -> tuple[int, int | None]:
         """A number that is equal for pieces alike in all but their seconds (a transformer's
         blocks), and their base.
 
         The base is the least of the bytes of gradients around, which is left out of the comparison:
-        a step that starts without gradients has more of them in every block.
+        a step that starts without gradients has more of them in every block. None: in no node's
+        time is anything of it used.
         """
         nodes = self.nodes(start, end)
         base = self._bytes_around(nodes)
         ops = tuple([self._operation_kind(op, start) for op in range(start, end)])
         # A hash instead of the tuple itself, which is compared for each piece of each menu.
-        return hash((ops, tuple([self._node_kind(node, start, base) for node in nodes]))), base
+        return hash((ops, tuple([self._node_kind(node, start, base) for node in nodes]))), (
+            base if nodes else None
+        )
 
     def _bytes_around(self, nodes: Sequence[int]) -> int:
         """The least of the bytes of gradients that are around in the time of these nodes."""
@@ -300,6 +313,23 @@ def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> 
         if op >= 0:
             of[value] = _innermost(segment_of_op, op, min(last[value], operations - 1))
     return Segments(of, parent)
+
+
+def together(graph: Graph, actions: Sequence[int], segments: Segments) -> Segments:
+    """The same with all results of an operation in one segment, the outermost of theirs: the engine
+    gives an operation one.
+    """
+    if len(segments.parent) == 1:
+        return segments
+    of = list(segments.of)
+    for outputs in graph.op_outputs:
+        if len(outputs) > 1:
+            rebuilt = [of[value] for value in outputs if actions[value] == REBUILD]
+            # a parent's number is smaller than its children's
+            outermost = min(rebuilt, default=0)
+            for value in outputs:
+                of[value] = outermost
+    return Segments(of, segments.parent)
 
 
 def _split(around: list[int], starts: list[int], parent: list[int]) -> list[int]:

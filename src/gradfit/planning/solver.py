@@ -13,10 +13,10 @@ plan it returns has been simulated and stays below the budget; there is no bound
 graphs.
 
 Weaknesses, honestly: pieces that look alike share one menu, made for their mean seconds. Nested
-segments are split by halves and square roots, not where Revolve's recurrence would. Values that
-cross many cuts (a U-Net's skips) are kept unless local search drops them. Local search has time for
-a few hundred simulations on a graph of a thousand operations and for a dozen on one of ten
-thousand, where the result is the chain's.
+segments begin and end at cuts, and inside a unit they are split by halves. Values that cross many
+cuts (a U-Net's skips) are kept unless local search drops them. Local search has time for a few
+hundred simulations on a graph of a thousand operations and for a dozen on one of ten thousand,
+where the result is the chain's.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from typing import Literal
 import numpy as np
 
 from gradfit.planning.chain import best_chain
-from gradfit.planning.local_search import anneal, fill
+from gradfit.planning.local_search import anneal, fill, hold_longer
 from gradfit.planning.min_cut import PricedCut
-from gradfit.planning.piece_options import Option, Way, menu, ways
-from gradfit.planning.pieces import Anatomy, find_cuts, keep_needed
+from gradfit.planning.nested_ways import nested_ways
+from gradfit.planning.piece_options import Option, Way, flat_ways, options, prune, unit_ways
+from gradfit.planning.pieces import Anatomy, Piece, find_cuts, keep_needed, together
 from gradfit.planning.simulate import KEEP, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
 
@@ -277,28 +278,52 @@ class FastSolver:
     def _make_menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
         """The menu for all pieces alike, with the seconds of this one."""
         units = self._units[start:stop]
-        base = min(around for _, around in units)
-        alike = (nested, *((kind, around - base) for kind, around in units))
-        usual = self._usual_seconds(units)
-        if alike not in self._alike:
-            self._alike[alike] = self._options(start, stop, usual, nested=nested)
         own = self.graph.op_seconds[self._cuts[start] : self._cuts[stop]]
-        differs = np.array(own) - usual
-        return [_with_seconds_of(option, differs) for option in self._alike[alike]], base
+        differs = np.array(own) - self._usual_seconds(units)
+        alike = self._alike_options(start, stop, nested=nested)
+        return [_with_seconds_of(option, differs) for option in alike], _base(units)
 
-    def _usual_seconds(self, units: Sequence[tuple[int, int]]) -> list[float]:
+    def _alike_options(self, start: int, stop: int, *, nested: bool) -> list[Option]:
+        units = self._units[start:stop]
+        base = _base(units)
+        alike = (nested, *((kind, None if own is None else own - base) for kind, own in units))
+        if alike not in self._alike:
+            usual = self._usual_seconds(units)
+            self._alike[alike] = self._options(start, stop, usual, nested=nested)
+        return self._alike[alike]
+
+    def _usual_seconds(self, units: Sequence[tuple[int, int | None]]) -> list[float]:
         return [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
 
     def _options(self, start: int, stop: int, usual: list[float], *, nested: bool) -> list[Option]:
         cuts = self._cuts[start : stop + 1]
         piece = self._anatomy.piece(cuts[0], cuts[-1], usual)
         place = (nested, *cuts)
+        others = self._alike_options(start, stop, nested=False) if nested else []
         if place not in self._book:
-            units = [cut - cuts[0] for cut in cuts]
-            self._book[place] = ways(piece, units, nested=nested, hull_units=self._hull_units)
-        options = menu(piece, self._book[place])
-        self._book[place] = [(option.actions, option.segments) for option in options]
-        return options
+            self._book[place] = self._ways(piece, start, stop, nested=nested)
+        found = prune([*others, *options(piece, self._book[place])])
+        own = [option for option in found if not any(option is other for other in others)]
+        self._book[place] = [(option.actions, option.segments) for option in own]
+        return found
+
+    def _ways(self, piece: Piece, start: int, stop: int, *, nested: bool) -> list[Way]:
+        units = stop - start
+        if not nested:
+            return flat_ways(piece, units=units, hull_units=self._hull_units)
+        return unit_ways(piece) if units == 1 else self._nested_ways(piece, start, stop)
+
+    def _nested_ways(self, piece: Piece, start: int, stop: int) -> list[Way]:
+        units = [cut - self._cuts[start] for cut in self._cuts[start : stop + 1]]
+        base = _base(self._units[start:stop])
+
+        def part_menu(first: int, end: int) -> tuple[list[Option], int]:
+            alike = self._alike_options(start + first, start + end, nested=True)
+            return alike, _base(self._units[start + first : start + end]) - base
+
+        flat = self._alike_options(start, stop, nested=False)
+        most_bytes = max(option.peak_bytes for option in flat)
+        return nested_ways(piece, units, _NESTED_SPANS, part_menu, most_bytes)
 
     def _chain(self, limit_bytes: float, *, nested: bool) -> Solution | None:
         spans, menu_of = partial(self._spans, nested=nested), partial(self._menu, nested=nested)
@@ -336,6 +361,7 @@ class FastSolver:
 
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
         actions = self.graph.with_fixed(actions)
+        segments = together(self.graph, actions, segments)
         return Solution(actions, segments, self.simulator.run(actions, segments))
 
     def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
@@ -348,7 +374,12 @@ class FastSolver:
             budget_bytes,
             evaluations=evaluations,
         )
-        return self._simulated(actions, solution.segments)
+        segments = together(self.graph, actions, solution.segments)
+        if len(segments.parent) > 1:
+            segments = hold_longer(
+                self.simulator, actions, segments, budget_bytes, evaluations=evaluations // 3
+            )
+        return self._simulated(actions, segments)
 
     def _annealed(self, best: Solution, budget_bytes: int) -> Solution:
         operations = len(self.graph.op_inputs)
@@ -426,6 +457,11 @@ class _Joined:
         for value, segment in zip(values, segments.of, strict=False):
             self.segment_of[value] = _shifted(segment, shift)
         self.parent += [_shifted(parent, shift) for parent in segments.parent[1:]]
+
+
+def _base(units: Sequence[tuple[int, int | None]]) -> int:
+    """The least of the bytes of gradients that are around in the time of these units."""
+    return min((around for _, around in units if around is not None), default=0)
 
 
 def _shifted(segment: int, shift: int) -> int:
