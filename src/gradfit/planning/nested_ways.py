@@ -34,7 +34,7 @@ PartMenu = Callable[[int, int], tuple[Sequence[Option], int]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _UnitsPart:
     """Units of a piece, and one of the options that they have."""
 
     first: int
@@ -55,7 +55,7 @@ def nested_ways(
     `units` are the piece's cuts, as positions in it; parts have one of the `lengths`, in units.
     """
     dense = dense_values(piece.graph)
-    table = _Table(piece, units, most_bytes, dense)
+    table = _PartsTable(piece, units, most_bytes, dense)
     for first in range(len(units) - 2, -1, -1):
         ends = [first + length for length in lengths if length < len(units) - 1]
         for end in (end for end in ends if end < len(units)):
@@ -67,7 +67,7 @@ def nested_ways(
     return smallest + [(keeping(actions, dense), segments) for actions, segments in found]
 
 
-class _Table:
+class _PartsTable:
     """The least seconds from each unit to the last with so many slots of bytes free, and how."""
 
     def __init__(
@@ -77,7 +77,7 @@ class _Table:
         self.slot_bytes = max(1.0, most_bytes / SLOTS)
         self.seconds = np.full((self.last + 1, SLOTS + 1), np.inf)
         self.seconds[self.last] = 0.0
-        self.taken: list[list[tuple[_Part, int] | None]] = [
+        self.taken: list[list[tuple[_UnitsPart, int] | None]] = [
             [None] * (SLOTS + 1) for _ in range(self.last)
         ]
         both = zip(piece.graph.op_outputs, piece.graph.op_seconds, strict=True)
@@ -102,11 +102,11 @@ class _Table:
             better = np.flatnonzero(offered < row[least:]) + least
             if len(better):
                 row[better] = offered[better - least]
-                choice = _Part(first, end, option), shift
+                choice = _UnitsPart(first, end, option), shift
                 for slot in better.tolist():
                     taken[slot] = choice
 
-    def chains(self) -> list[list[_Part]]:
+    def chains(self) -> list[list[_UnitsPart]]:
         """The parts of each way that is worth having, no more than a few."""
         row = self.seconds[0]
         steps = np.flatnonzero(row < np.concatenate([[np.inf], row[:-1]]))
@@ -114,7 +114,7 @@ class _Table:
             steps = steps[np.linspace(0, len(steps) - 1, _MOST_WAYS).round().astype(int)]
         return [self.chain_from(slot) for slot in steps.tolist()]
 
-    def chain_from(self, slot: int) -> list[_Part]:
+    def chain_from(self, slot: int) -> list[_UnitsPart]:
         parts, unit = [], 0
         while unit < self.last:
             taken = self.taken[unit][slot]
@@ -125,7 +125,7 @@ class _Table:
         return parts
 
 
-def _composed(piece: Piece, units: Sequence[int], parts: Sequence[_Part]) -> Way:
+def _composed(piece: Piece, units: Sequence[int], parts: Sequence[_UnitsPart]) -> Way:
     """All of the parts' options inside one segment."""
     graph, forced = piece.graph, set(piece.forced)
     count = len(graph.nbytes)
