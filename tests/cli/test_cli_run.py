@@ -69,23 +69,23 @@ def call(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("end", ["--json", "words", "raise", "interrupt"])
 def test_a_script_is_the_same_below_a_budget(script: Path, end: str) -> None:
     plain = call([sys.executable, str(script), "--memory", "5", end])
-    under = call(command("run", "--memory", "2.5MiB", str(script), "--memory", "5", end))
+    under = call(command("run", "--memory", "4MiB", str(script), "--memory", "5", end))
     assert under.stdout == plain.stdout
     code = 130 if end == "interrupt" else plain.returncode  # plain Python dies of the signal
     assert under.returncode == code
     *said, last = under.stderr.splitlines()
     assert said == plain.stderr.splitlines()
     assert last.startswith("gradfit: peak ")
-    assert " of 2.5 MiB; forwards: 3, values dropped: " in last
+    assert " of 4 MiB; forwards: 3, values dropped: " in last
     assert "dropped: 0" not in last
 
 
 def test_what_it_took_is_the_last_line_as_json(script: Path) -> None:
-    under = call(command("run", "--memory", "2.5 MiB", "--json", str(script), "exit"))
+    under = call(command("run", "--memory", "4 MiB", "--json", str(script), "exit"))
     *printed, last = under.stdout.splitlines()
     found = json.loads(last)
     assert printed == call([sys.executable, str(script), "exit"]).stdout.splitlines()
-    assert found["peak_bytes"] <= found["budget_bytes"] == 5 << 19
+    assert found["peak_bytes"] <= found["budget_bytes"] == 4 << 20
     assert found["evictions"] > 0
     assert found["exit_code"] == under.returncode == 7
 

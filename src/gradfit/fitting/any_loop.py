@@ -36,8 +36,8 @@ from gradfit.tree import leaves
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
 _ADVICE = (
-    "Nothing is left that could be rebuilt; only a cut batch can help: gf.fit(model, optimizer,"
-    " loss_fn, batch, memory=...) cuts it and gives the same update. Or raise `memory`."
+    "A batch is never cut here. Raise `memory`, or call gf.fit(model, optimizer, loss_fn, batch,"
+    " memory=...), which plans, cuts the batch, and gives the same update."
 )
 
 
