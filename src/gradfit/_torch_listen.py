@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +40,16 @@ from gradfit.errors import UnsupportedOp
 
 Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the operator returns
 
-Count = Callable[[torch.Tensor], object]
+
+class ByteCounter(Protocol):
+    """Somebody who counts bytes, and is told of what runs inside of one operation."""
+
+    def _begins_inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator of torch's is about to run."""
+
+    def _made_inside(self, tensor: torch.Tensor) -> None:
+        """A tensor was made."""
+
 
 # Reserved in torch for fake tensors that came to be made in another way; nothing in torch uses it.
 _NAME = "Fake"
@@ -78,11 +87,11 @@ class _Link:
         hear: Ear,
         outer: _Link | None,
         in_engine: bool,
-        count: Count | None = None,
+        count: ByteCounter | None = None,
         session: Any = None,
     ) -> None:
         self.hear = hear
-        self.count = count  # told of each tensor that generated code makes inside one operation
+        self.count = count  # told of what runs inside of one operation
         self.session = session  # for the native core, if it can hear in its place
         self.outer = outer  # the one around it, which hears what this one runs
         self.in_engine = in_engine  # also in the threads of a backward pass that is called inside
@@ -218,7 +227,7 @@ class _OnKey:
         hear: Ear,
         *,
         in_engine: bool = False,
-        count: Count | None = None,
+        count: ByteCounter | None = None,
         session: Any = None,
     ) -> None:
         self._link = _Link(hear, None, in_engine, count, session)
@@ -310,7 +319,7 @@ def listening(
     *,
     in_engine: bool = False,
     as_mode: bool = False,
-    count: Count | None = None,
+    count: ByteCounter | None = None,
     session: Any = None,
 ) -> Any:
     """A context: inside, `ear` is called for every operator of this thread, below autograd, and has
@@ -320,9 +329,9 @@ def listening(
     `ear` itself runs is not, but by those who listened before. If somebody between `ear` and the
     kernels did something else than `ear` asked for, `doubt` gets the tensors that he may have
     changed. With `in_engine`, the autograd engine's own threads are listened to as well, where an
-    accelerator's backward passes run. Fake tensors are heard `as_mode` only. `count` gets the
-    tensors that generated code makes inside of what is one operation. With a `session`, the native
-    core may hear in the place of `ear`, and does the same.
+    accelerator's backward passes run. Fake tensors are heard `as_mode` only. `count` is
+    told of what runs inside of what is one operation. With a `session`, the native core may hear in
+    the place of `ear`, and does the same.
     """
     if not _libraries:  # not at import: it takes a while, and not everybody records
         _register(views())
@@ -395,8 +404,8 @@ def switch_on() -> None:
     _exclude(_KEY, False)
 
 
-def who_counts() -> list[Count]:
-    """Those who are to be told of what generated code makes."""
+def who_counts() -> list[ByteCounter]:
+    """Those who are to be told of what runs inside of one operation."""
     link = _thread.innermost
     if link is None and torch._C._is_key_in_tls(_IN_ENGINE):
         link = torch._C._get_obj_in_tls(_IN_ENGINE)

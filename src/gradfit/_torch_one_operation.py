@@ -55,7 +55,7 @@ class OneOperation:
 
 
 class _Ears(threading.local):
-    ears: list[Any] | None = None  # who counts bytes, while an operation is heard
+    ears: list[listen.ByteCounter] | None = None  # who counts bytes, while an operation is heard
 
 
 _thread = _Ears()
@@ -66,7 +66,7 @@ class Telling:
 
     __slots__ = ("_ears", "_function")
 
-    def __init__(self, function: Any, ears: list[Any]) -> None:
+    def __init__(self, function: Any, ears: list[listen.ByteCounter]) -> None:
         self._function, self._ears = function, ears
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,25 +74,27 @@ class Telling:
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 for ear in self._ears:
-                    ear(tensor)
+                    ear._made_inside(tensor)
         return out
 
 
 @contextlib.contextmanager
-def telling() -> Iterator[list[Any]]:
-    """Inside of an operation: whoever counts bytes is told of what torch's operators make; these
-    are also given.
+def telling() -> Iterator[list[listen.ByteCounter]]:
+    """Inside of an operation: whoever counts bytes is told which of torch's operators begins, and
+    what it has made; these are also given.
     """
     ears = _thread.ears
     if not ears:
         yield []
         return
-    with listen.heard_by_one(Telling(_call, ears)):
+
+    def call(op: Any, args: Any, kwargs: Any) -> Any:
+        for ear in ears:
+            ear._begins_inside(op, args, kwargs)
+        return op(*args, **kwargs)
+
+    with listen.heard_by_one(Telling(call, ears)):
         yield ears
-
-
-def _call(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs)
 
 
 def _ears_of_thread() -> Callable[[], None]:

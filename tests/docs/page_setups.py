@@ -85,6 +85,7 @@ assert loss_fn(job.model, {key: rows[:4] for key, rows in job.data.items()}) > 0
 # Process groups, trainers and accelerators leave state behind that other tests would meet.
 # Importing them takes seconds, so the trainers' pages share a process.
 IN_PROCESSES_OF_THEIR_OWN = (
+    ("docs/guides/any_loop.md",),  # all tensors that live count there, those of other tests too
     ("docs/guides/distributed.md",),
     (
         "docs/guides/integrations.md",

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 import gradfit as gf
+from gradfit._torch import FakeTensorMode
 from gradfit.fitting import any_loop
 from gradfit.fitting.budget import live_tensors
 
@@ -376,3 +377,12 @@ def test_a_model_compiled_as_a_whole_is_the_same() -> None:
         return state(model)
 
     assert same(gradients(1 << 30), gradients(None))
+
+
+def test_fake_tensors_have_no_memory() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(1 << 20)
+    real = torch.empty(4)
+    found = {id(one) for one in live_tensors()}
+    assert id(real) in found
+    assert id(fake) not in found

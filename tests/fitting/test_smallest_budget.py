@@ -100,7 +100,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def attempt(
-    make: Callable[[], Case], optimizer_of: Any, memory: int, *, steps: int = 3
+    make: Callable[[], Case], optimizer_of: Any, memory: int, *, steps: int = 3, **settings: Any
 ) -> tuple[int, int]:
     """`fit` and some steps at a budget: the peak of everything, and the least that was named, or 0
     if it fitted.
@@ -111,7 +111,7 @@ def attempt(
     gc.collect()
     with gf.meter(model, optimizer, batch) as live:
         try:
-            step = gf.fit(model, optimizer, loss_fn, batch, memory=memory)
+            step = gf.fit(model, optimizer, loss_fn, batch, memory=memory, **settings)
         except gf.BudgetInfeasible as refusal:
             return live.peak_bytes, refusal.min_bytes
         for _ in range(steps):
@@ -119,15 +119,17 @@ def attempt(
     return live.peak_bytes, 0
 
 
-def check(make: Callable[[], Case], optimizer_of: Any, *, is_clocked: bool = False) -> None:
-    taken, least = attempt(make, optimizer_of, 1000)
+def check(
+    make: Callable[[], Case], optimizer_of: Any, *, is_clocked: bool = False, **settings: Any
+) -> None:
+    taken, least = attempt(make, optimizer_of, 1000, **settings)
     assert least > 1000
     assert taken <= least, "to find the number more was taken than it says"
-    taken, refused = attempt(make, optimizer_of, least)
+    taken, refused = attempt(make, optimizer_of, least, **settings)
     assert not refused, f"{least} was named, and then {refused}"
     assert taken <= least
     less = int(least * (0.85 if is_clocked else 0.96))
-    taken, refused = attempt(make, optimizer_of, less)
+    taken, refused = attempt(make, optimizer_of, less, **settings)
     assert refused, f"{least} was named, and {less} is enough"
     assert taken <= max(less, refused)
 
@@ -159,6 +161,27 @@ def test_a_step_at_its_smallest_budget_is_planned_once() -> None:
     for _ in range(4):
         step(batch)
     assert step.profile is profile
+
+
+def read_loss() -> Case:
+    """Its forward reads the data, so shapes alone do not tell what more rows take; the gradients of
+    parameters are the most of it.
+    """
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = squares(model, x)
+        if not torch.isfinite(loss).item():
+            raise ValueError("the loss is not finite")
+        return loss
+
+    model, _, _ = chain()
+    return model, loss_fn, torch.randn(15, 48)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("micro_batch", ["whole", 12])
+def test_gradients_of_one_row_are_not_taken_for_many(micro_batch: Any) -> None:
+    check(read_loss, OPTIMIZERS["SGD"], micro_batch=micro_batch)
 
 
 BLOCKS: list[Callable[[int], nn.Module]] = [

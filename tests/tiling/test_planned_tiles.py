@@ -5,6 +5,7 @@ short.
 from __future__ import annotations
 
 import functools
+import gc
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import gradfit as gf
@@ -288,3 +290,50 @@ def test_a_model_the_user_has_tiled_keeps_his_tiles() -> None:
         assert result.stepped
         assert step.plan.tiles is None
         assert handle.heads["head"].reduced
+
+
+def llama() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4000, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), torch.randint(0, 4000, (2, 256))
+
+
+def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+TIMES = (1.0, 1.06, 1.15, 1.3, 1.7, 2.4, 3.0)  # of the smallest budget
+
+
+def taken_by_fit(optimizer: str, memory: int) -> tuple[int, int, Tiles | None]:
+    """The most of all of `fit` and a step, the least that was named or 0, and the tiles."""
+    model, tokens = llama()
+    updates = OPTIMIZERS[optimizer](model.parameters(), lr=0.01)
+    gc.collect()
+    with gf.meter(model, updates, tokens) as live:
+        try:
+            step = gf.fit(model, updates, own_loss, tokens, memory=memory)
+        except gf.BudgetInfeasible as refusal:
+            return live.peak_bytes, refusal.min_bytes, None
+        step(tokens)
+    return live.peak_bytes, 0, step.plan.tiles
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_way_to_cut_is_measured_in_more_than_the_budget(optimizer: str) -> None:
+    """The fastest ways to cut are tried first, and take the most."""
+    taken, least, _ = taken_by_fit(optimizer, 1000)
+    assert taken <= least
+    found = set()
+    for times in TIMES:
+        budget = int(least * times)
+        taken, refused, tiles = taken_by_fit(optimizer, budget)
+        assert not refused, times
+        assert taken <= budget, times
+        found.add(tiles)
+    assert len(found) > 1  # ways were refused, and the next one taken

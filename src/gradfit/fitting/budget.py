@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import FakeTensor
 from gradfit.devices import counted_device
 from gradfit.errors import MisuseError
 from gradfit.machine import available_bytes, total_bytes
@@ -58,11 +59,14 @@ def read_budget_of_all(
 
 
 def live_tensors() -> Iterator[torch.Tensor]:
-    """All that Python knows of; by their type, since some objects run code when they are asked for
-    their class.
+    """All that Python knows of and that have memory, which fake ones say of themselves and have
+    not; by their type, since some objects run code when they are asked for their class.
     """
     for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type != "meta":
+        kind = type(one)
+        if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
+            continue
+        if one.device.type != "meta":
             yield one
 
 

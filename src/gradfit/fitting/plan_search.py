@@ -67,11 +67,19 @@ from gradfit.planning.microbatch import even
 from gradfit.planning.named_choices import Named, fix_by_name, fix_known_names
 from gradfit.planning.plan import Plan, fixed_text
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import RoomForRows, additivity_within, choose_tiles, profile
+from gradfit.profiling.measure import (
+    MeasuredStep,
+    MeasuringLimits,
+    RoomForRows,
+    additivity_within,
+    choose_tiles,
+    measure_step,
+)
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
 from gradfit.profiling.update_groups import may_be_cut, with_bursts
+from gradfit.recompute.evict import LimitGuard, LimitRefusal
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.tiling.heads import find_heads
@@ -112,7 +120,9 @@ class _NeedsMore(Exception):
 
 
 class _PastLimit(_NeedsMore):
-    """A trial online could not stay below its limit; at some operation it needed so many bytes."""
+    """What was tried out could not stay below its limit; at some operation it needed so many
+    bytes.
+    """
 
 
 class _Hopeless(_NeedsMore):
@@ -151,6 +161,15 @@ class _Failure(NamedTuple):
     least_bytes: int
     profile: Profile
     error: BudgetInfeasible | None  # None where arithmetic alone says so
+
+
+class _Ways(NamedTuple):
+    """What has become of the ways to cut that were tried."""
+
+    holding: list[TestedPlan]  # all plans that hold the budget, to be timed together
+    failed: list[_Failure]
+    refused: list[Tiles | None]  # measuring them would have passed the limit
+    nameless: list[Profile]  # in tiles a named value need not exist whole
 
 
 @dataclasses.dataclass
@@ -430,10 +449,9 @@ class Planner:
         found: list[TestedPlan] = []
         for tiles in self._tile_choices(request.batch).tiles:
             if not _are_last_resort(tiles):
-                profile = self._profile(request.batch, tiles=tiles, batch_size=request.batch_size)
-                if profile.fixed == self._named:  # in tiles a named value need not exist whole
-                    with contextlib.suppress(_Hopeless, BudgetInfeasible):
-                        found += self._fit_as(profile, request)
+                ways = _Ways([], [], [], [])
+                self._try_tiling(tiles, request, ways, self.limit_bytes)
+                found += ways.holding
         return found
 
     def described(self, tested: TestedPlan) -> Plan:
@@ -728,10 +746,10 @@ class Planner:
 
     def _best(self, request: _Request) -> TestedPlan:
         """The best tested plan of those without tiles and those with."""
-        holding, failed = self._try_tilings(request)
-        if holding:
-            return self._fastest(holding, request.batch)
-        smallest = min(failed, key=lambda one: one.least_bytes)
+        ways = self._try_tilings(request)
+        if ways.holding:
+            return self._fastest(ways.holding, request.batch)
+        smallest = min(ways.failed, key=lambda one: one.least_bytes)
         error = smallest.error
         if error is None:
             # Only the smallest of all is tried out: what it takes is the smallest budget.
@@ -741,29 +759,51 @@ class Planner:
                 error = measured
         raise error if self._tile else self._with_tiles_named(error, request)
 
-    def _try_tilings(self, request: _Request) -> tuple[list[TestedPlan], list[_Failure]]:
-        """All plans that hold the budget, to be timed together, and the ways in which none does."""
-        holding: list[TestedPlan] = []
-        failed: list[_Failure] = []
-        without_names: Profile | None = None
+    def _try_tilings(self, request: _Request) -> _Ways:
+        """Each way to cut along tokens, while it may be worth it: none is even begun in more than
+        the budget if there are others.
+        """
+        ways = _Ways([], [], [], [])
         for tiles in self._worth_trying(request):
-            if holding and _are_last_resort(tiles):
+            if ways.holding and _are_last_resort(tiles):
                 break
-            profile = self._profile(request.batch, tiles=tiles, batch_size=request.batch_size)
-            if tiles is not None and profile.fixed != self._named:
-                without_names = profile  # in tiles a named value need not exist whole
-                continue
-            try:
-                holding += self._fit_as(profile, request)
-            except _Hopeless as least:
-                failed.append(_Failure(least.needed_bytes, profile, None))
-            except BudgetInfeasible as error:
-                failed.append(_Failure(error.min_bytes, profile, error))
-            if holding and (not self._ahead or self._is_fast_enough(holding[0])):
+            self._try_tiling(tiles, request, ways, self.limit_bytes if self._tile else None)
+            if ways.holding and (not self._ahead or self._is_fast_enough(ways.holding[0])):
                 break
-        if without_names is not None and not holding and not failed:
-            fix_by_name(without_names, self._named)  # says which name it is
-        return holding, failed
+        if not ways.holding:
+            self._measure_refused(request, ways)
+        if ways.nameless and not ways.holding and not ways.failed:
+            fix_by_name(ways.nameless[-1], self._named)  # says which name it is
+        return ways
+
+    def _try_tiling(
+        self, tiles: Tiles | None, request: _Request, ways: _Ways, most_bytes: int | None
+    ) -> None:
+        """Find plans in one way to cut, in no more than so many bytes; None: in what it takes."""
+        try:
+            profile = self._profile(
+                request.batch, tiles=tiles, batch_size=request.batch_size, most_bytes=most_bytes
+            )
+        except _PastLimit:
+            ways.refused.append(tiles)
+            return
+        if tiles is not None and profile.fixed != self._named:
+            ways.nameless.append(profile)
+            return
+        try:
+            ways.holding.extend(self._fit_as(profile, request, is_only=most_bytes is None))
+        except _Hopeless as least:
+            ways.failed.append(_Failure(least.needed_bytes, profile, None))
+        except BudgetInfeasible as error:
+            ways.failed.append(_Failure(error.min_bytes, profile, error))
+
+    def _measure_refused(self, request: _Request, ways: _Ways) -> None:
+        """No way holds: what do those need that were refused? The last in the order takes the
+        least; another is measured in no more than the least that is needed so far.
+        """
+        for tiles in reversed(ways.refused[:]):
+            least = min((one.least_bytes for one in ways.failed), default=None)
+            self._try_tiling(tiles, request, ways, least)
 
     def _is_fast_enough(self, tested: TestedPlan) -> bool:
         """Whether no other tiles need be tried."""
@@ -811,22 +851,33 @@ class Planner:
 
     def _with_tiles_named(self, error: BudgetInfeasible, request: _Request) -> BudgetInfeasible:
         """What the smallest budget would be with tiles, if that is less."""
-        least = min(self._least_in_tiles(request), default=error.min_bytes)
+        least = min(self._least_in_tiles(request, error.min_bytes), default=error.min_bytes)
         if least >= error.min_bytes:
             return error
         text = f"{error} With tile=True, about {format_bytes(least)} would be enough."
         return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
 
-    def _least_in_tiles(self, request: _Request) -> Iterator[int]:
-        """The smallest budget in each way to cut along tokens, by arithmetic."""
+    def _least_in_tiles(self, request: _Request, below: int) -> Iterator[int]:
+        """The smallest budget in each way to cut along tokens that can be measured below so many
+        bytes, by arithmetic.
+        """
+        most = below - self._own_bytes - self.reserved_bytes
         for tiles in self._tile_choices(request.batch).tiles:
             try:
-                self._plan(self._profile(request.batch, tiles=tiles), 1, request.batch_size)
+                profile = self._profile(request.batch, tiles=tiles, most_bytes=most)
+                self._plan(profile, 1, request.batch_size)
+            except _PastLimit:
+                continue
             except BudgetInfeasible as smallest:
                 yield smallest.min_bytes + self._own_bytes + self.reserved_bytes
 
-    def _fit_as(self, profile: Profile, request: _Request) -> list[TestedPlan]:
+    def _fit_as(self, profile: Profile, request: _Request, *, is_only: bool) -> list[TestedPlan]:
         """Tested plans from this profile, the one that is predicted to be the fastest first.
+
+        Args:
+            profile: of a way to cut.
+            request: what for.
+            is_only: there is no other way, so the smallest budget is measured, which takes as much.
 
         Raises:
             _Hopeless: there is none, by arithmetic.
@@ -841,7 +892,9 @@ class Planner:
                 return holding
         if search.least_bytes > _NEARLY * self.limit_bytes:
             raise _Hopeless(search.least_bytes)
-        return self._fit_smallest(search.profile, request)
+        return self._fit_smallest(
+            search.profile, request, most_bytes=None if is_only else self.limit_bytes
+        )
 
     def _correct_until_held(self, search: _Search, request: _Request) -> list[TestedPlan]:
         """Try out plans, each for as much less as the one before took too much; none if none
@@ -852,7 +905,7 @@ class Planner:
             if plan is None:
                 break
             untested = TestedPlan(plan, search.profile, request.shape, 0, steady=True)
-            tried = self._try_out(untested, request.batch)
+            tried = self._try_out(untested, request.batch, most_bytes=self.limit_bytes)
             if tried is None:
                 if self._was_profiled_at(plan.micro_batch, search.profile, request.batch):
                     return [self._fit_online(untested, request.batch)]
@@ -869,7 +922,8 @@ class Planner:
         one fewer.
         """
         target = min(target_bytes, tried.plan.peak_bytes)
-        too_much = tried.peak_bytes - self.limit_bytes
+        # a hundredth at least: where a trial was refused, its peak is not known
+        too_much = max(tried.peak_bytes - self.limit_bytes, target // 100)
         if tried.reserved_bytes != tried.peak_bytes:
             return target - too_much
         in_segments = tried.peak_bytes - SEGMENT_BYTES * math.ceil(too_much / SEGMENT_BYTES)
@@ -971,31 +1025,29 @@ class Planner:
         tiles: Tiles | None = None,
         batch_size: int = 0,
         memory_bytes: int | None = None,
+        most_bytes: int | None = None,
     ) -> Profile:
         """What a step does, in these tiles; `batch_size` is how many rows a step has, 0 if that is
         open. With less memory than the budget, fewer rows are measured.
+
+        Raises:
+            _PastLimit: it would have taken more than `most_bytes`.
         """
         tiled = " in tiles of tokens" if tiles is not None else ""
         self._progress.begin(f"measuring a step's operations{tiled}")
         loss_fn = with_tiles(self._loss_fn, tiles)
+        step = MeasuredStep(self._model, loss_fn, batch, self._optimizer, self.runner.split)
         is_open = False
 
         def measure(limit_bytes: int) -> Profile:
             nonlocal is_open
             bandwidth = self._host_bandwidth()
             is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
-            return profile(
-                self._model,
-                loss_fn,
-                batch,
-                self._optimizer,
-                memory_bytes=limit_bytes,
-                rows=rows,
-                split=self.runner.split,
-                host_bandwidth=bandwidth,
-                additivity=Additivity(None) if is_open else self.additivity,
-                tile=False,
+            limits = MeasuringLimits(
+                limit_bytes, rows, bandwidth, _meter_below(most_bytes), self._least_rows(batch)
             )
+            with _refusing(0):
+                return measure_step(step, limits, Additivity(None) if is_open else self.additivity)
 
         # where there is less memory than the budget says, with as few rows as can be
         measured = self._where_memory_lasts(measure, (memory_bytes or self.limit_bytes, 1))
@@ -1053,6 +1105,13 @@ class Planner:
         if self._whole:
             return False
         return profile.splittable if self.exact else True
+
+    def _least_rows(self, batch: Any) -> int | None:
+        """How many rows are run at once in any case; None: as it is measured."""
+        if self._whole or self._micro_batch is not None:
+            rows = self.rows(batch)
+            return rows if self._whole else min(rows, self._micro_batch or rows)
+        return None if self.exact else 1
 
     def _is_never_cut(self, batch: Any, batch_size: int, loss_fn: LossFunction) -> bool:
         """Whether how parts add up need not be known, which takes many forwards to measure: the
@@ -1146,49 +1205,62 @@ class Planner:
         most = max(ratio for _, ratio in sized)
         return round(copies + states + burst_bytes * (most - 1))
 
-    def _fit_smallest(self, profile: Profile, request: _Request) -> list[TestedPlan]:
+    def _fit_smallest(
+        self, profile: Profile, request: _Request, most_bytes: int | None = None
+    ) -> list[TestedPlan]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
         is always enough.
 
         Segments need not be fewer where there are fewer bytes, and which plan is the smallest
         depends on which sizes were measured, by the budget and the clock. So where segments are
         what is too much, the plan of one row's profile is what is named, and what is taken.
+
+        Raises:
+            _Hopeless: it would take more than `most_bytes`.
+            BudgetInfeasible: it takes more than the budget.
         """
         try:
-            return [self._tried_smallest(profile, request, or_online=True)]
+            return [self._tried_smallest(profile, request, most_bytes, or_online=True)]
         except _TooManySegments as refusal:
             if profile.batch_size == profile.min_batch:
                 raise refusal.error from None
-            little = self._profile(
-                request.batch, tiles=profile.tiles, batch_size=request.batch_size, memory_bytes=1
-            )
-            measuring = max(profile.measuring_bytes, little.measuring_bytes)
-            little = dataclasses.replace(little, measuring_bytes=measuring)
             try:
-                return [self._tried_smallest(little, request, or_online=False)]
+                little = self._profile(
+                    request.batch,
+                    tiles=profile.tiles,
+                    batch_size=request.batch_size,
+                    memory_bytes=1,
+                    most_bytes=most_bytes,
+                )
+                measuring = max(profile.measuring_bytes, little.measuring_bytes)
+                little = dataclasses.replace(little, measuring_bytes=measuring)
+                return [self._tried_smallest(little, request, most_bytes, or_online=False)]
             except _TooManySegments as named:
                 raise named.error from None
             except _NeedsMore:  # what one row does is not what the batch does
                 raise refusal.error from None
 
     def _tried_smallest(
-        self, profile: Profile, request: _Request, *, or_online: bool
+        self, profile: Profile, request: _Request, most_bytes: int | None, *, or_online: bool
     ) -> TestedPlan:
         """The smallest plan from this profile, if it holds; one that the forward leaves is none, or
         is run online.
 
         Raises:
+            _Hopeless: it would take more than `most_bytes`.
             BudgetInfeasible: it does not hold.
             _TooManySegments: the same, and by the segments that it takes.
             _NeedsMore: the forward leaves it.
         """
         plan = self._smallest_plan(profile, request.batch_size)
         untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
-        tried = self._try_out(untested, request.batch)
+        tried = self._try_out(untested, request.batch, most_bytes=most_bytes)
         if tried is None:
             if or_online:
                 return self._fit_online(untested, request.batch)
             raise _NeedsMore(plan.peak_bytes)
+        if most_bytes is not None and tried.peak_bytes > most_bytes:
+            raise _Hopeless(max(tried.peak_bytes, profile.measuring_bytes))
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, profile.measuring_bytes)
@@ -1310,19 +1382,24 @@ class Planner:
 
     def _try_within_limit(self, untested: TestedPlan, batch: Any) -> TestedPlan | None:
         """As `_try_out`; None if it does not hold the budget, too."""
-        tried = self._try_out(untested, batch)
+        tried = self._try_out(untested, batch, most_bytes=self.limit_bytes)
         return None if tried is None or tried.peak_bytes > self.limit_bytes else tried
 
     def _try_out(
-        self, untested: TestedPlan, batch: Any, *, online_bytes: int | None = None
+        self,
+        untested: TestedPlan,
+        batch: Any,
+        *,
+        online_bytes: int | None = None,
+        most_bytes: int | None = None,
     ) -> TestedPlan | None:
         """Run two micro-batches as planned, or each of them online: with the peak of the whole
-        step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
-        needed where these did not suffice."""
+        step, or None if it left the plan or memory ran out. A peak above `online_bytes` or
+        `most_bytes` is what was needed, at least, where these did not suffice."""
         self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
         with untouched(self._model) as before:
             try:
-                return self._run_trial(untested, batch, online_bytes, before)
+                return self._run_trial(untested, batch, online_bytes, most_bytes, before)
             except Exception as error:
                 if not _is_answer_of_trial(error):
                     raise
@@ -1345,7 +1422,12 @@ class Planner:
         return self.limit_bytes * 11 // 10 if is_short else 0
 
     def _run_trial(
-        self, untested: TestedPlan, batch: Any, online_bytes: int | None, before: Snapshot
+        self,
+        untested: TestedPlan,
+        batch: Any,
+        online_bytes: int | None,
+        most_bytes: int | None,
+        before: Snapshot,
     ) -> TestedPlan:
         untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         plan, profile = untested.plan, untested.profile
@@ -1355,9 +1437,8 @@ class Planner:
         passes = update = saved = asked = 0
         data_reads = LooksAtData()
         record = TrialRecord(self.reserved)
-        for cut in islice(
-            self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2
-        ):
+        cuts = self.runner.cut(batch, plan.micro_batch)
+        for cut in cuts if online_bytes is not None else self._two_full_parts(cuts, plan):
             content = repeat_rows(cut, plan.micro_batch) if self.runner.split is None else cut
             part = Part(0, plan.micro_batch, content)
             # A part is a view: it holds the whole batch it was cut from, which may still be less
@@ -1367,12 +1448,14 @@ class Planner:
             if not record.begun:  # a step, too, has copies of the buffers to go back to
                 own = (*self.resident, content, before.buffers)
                 record.begin(*own, beside=_beside_trial(rest))
-            live = Meter(device=self.device)
+            beside = waiting + rest
+            live = _meter_below(None if most_bytes is None else most_bytes - beside)(
+                *self.resident, content, device=self.device
+            )
             live.events = record.events
-            live.watch(*self.resident, content)
-            with live:
+            with _refusing(beside), live:
                 if online_bytes is not None:
-                    self._run_online(untested, part, online_bytes, beside=waiting + rest)
+                    self._run_online(untested, part, online_bytes, beside=beside)
                 else:
                     unrecorded = self._run_planned(
                         part, Planned(untested, inside=data_reads), plan.batch_size
@@ -1393,6 +1476,16 @@ class Planner:
             asked=asked,
             reads_data=data_reads.reads_data,
         )
+
+    def _two_full_parts(self, cuts: Iterable[Any], plan: Plan) -> Iterator[Any]:
+        """The first two parts; the first again where the second has fewer rows, which would have to
+        be repeated in memory that no step takes.
+        """
+        first, *others = islice(cuts, 2)
+        yield first
+        for other in others:
+            is_full = self.runner.split is not None or self.rows(other) == plan.micro_batch
+            yield other if is_full else first
 
     def _run_planned(self, part: Part, mode: Planned, batch_size: int) -> Any:
         """Both passes of one micro-batch; what was seen of the forward's unrecorded rest.
@@ -1561,6 +1654,30 @@ def _are_last_resort(tiles: Tiles | None) -> bool:
 def _is_answer_of_trial(error: Exception) -> bool:
     """Whether it says that the plan does not hold, and not that something is wrong."""
     return isinstance(error, Diverged | BudgetInfeasible | _PastLimit) or is_out_of_memory(error)
+
+
+def _meter_below(most_bytes: int | None) -> Callable[..., Meter]:
+    """`meter`, or one in which no operation is begun that would pass so many bytes."""
+    # ranks run forwards together, whatever each one's budget is
+    if most_bytes is None or distributed.is_running():
+        return meter
+
+    def guard(*watched: Any, device: torch.device | None = None) -> Meter:
+        live = LimitGuard(most_bytes, device=device)
+        live.watch(*watched)
+        return live
+
+    return guard
+
+
+@contextlib.contextmanager
+def _refusing(beside: int) -> Iterator[None]:
+    """What a guard refuses inside needs so many bytes more."""
+    try:
+        yield
+    except LimitRefusal as refusal:
+        traceback.clear_frames(refusal.__traceback__)  # they hold every tensor
+        raise _PastLimit(refusal.needed_bytes + beside) from None
 
 
 def _is_left_to_the_step(error: Exception) -> bool:

@@ -34,7 +34,7 @@ from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble, same_structure, tensors_there
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.meter import meter, tensors_in
+from gradfit.profiling.meter import Meter, meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.rebuilding import rebuilding
@@ -119,9 +119,9 @@ def profile(
     total = count_rows(sample_batch, split, "sample_batch")
     _check_numbers(total, memory_bytes, rows, host_bandwidth)
     check_model(model)
-    limits = _Limits(memory_bytes, rows, host_bandwidth)
-    step = _Step(model, loss_fn, sample_batch, optimizer, split)
-    whole = _measure(step, limits, additivity)
+    limits = MeasuringLimits(memory_bytes, rows, host_bandwidth)
+    step = MeasuredStep(model, loss_fn, sample_batch, optimizer, split)
+    whole = measure_step(step, limits, additivity)
     if not read_flag(tile, "tile"):
         return whole
     choices = choose_tiles(model, loss_fn, sample_batch, split, whole.min_batch)
@@ -160,15 +160,19 @@ def _check_numbers(
     read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
 
 
-class _Limits(NamedTuple):
+class MeasuringLimits(NamedTuple):
     """What measuring may take."""
 
     memory_bytes: int | None
     rows: int | None
     host_bandwidth: float
+    # what the first rows are run in: it counts their bytes, and may refuse to let them pass a limit
+    meter: Callable[..., Meter] = meter
+    # so many rows are run at once in any case; None: all if the loss does not add up, else one
+    least_rows: int | None = None
 
 
-class _Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     """What is measured."""
 
     model: torch.nn.Module
@@ -192,22 +196,26 @@ def choose_tiles(
 
 
 def _measure_in_tiles(
-    step: _Step, limits: _Limits, additivity: Additivity | None, tiles: Tiles
+    step: MeasuredStep, limits: MeasuringLimits, additivity: Additivity | None, tiles: Tiles
 ) -> Profile:
     step = step._replace(loss_fn=with_tiles(step.loss_fn, tiles))
-    return dataclasses.replace(_measure(step, limits, additivity), tiles=tiles)
+    return dataclasses.replace(measure_step(step, limits, additivity), tiles=tiles)
 
 
-def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Profile:
+def measure_step(
+    step: MeasuredStep, limits: MeasuringLimits, additivity: Additivity | None
+) -> Profile:
+    """As `profile`, where the arguments were checked before."""
     model, batch = step.model, step.batch
     total = count_rows(batch, step.split, "sample_batch")
     measuring_bytes = 0
     has_room = False
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model) as before:
-        cost = _cost_of(step.optimizer)
+        cost = _cost_of(step, limits.memory_bytes)
         if additivity is None:
-            with meter(model, step.optimizer, batch, device=counted_device(model)) as live:
+            watched = (model, step.optimizer, batch)
+            with limits.meter(*watched, device=counted_device(model)) as live:
                 room = RoomForRows(
                     model,
                     step.loss_fn,
@@ -226,7 +234,8 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
                 and _had_room(measuring_bytes, limits.memory_bytes)
             )
         room_bytes = _room(model, batch, limits.memory_bytes, cost)
-        sampler = _Sampler(step, total, room_bytes, has_room=has_room)
+        sampler = _Sampler(step, total, room_bytes, limits.meter, has_room=has_room)
+        sampler.least_rows = limits.least_rows or (1 if additivity.adds_up else total)
         samples = sampler.samples(limits, additivity)
     if distributed.is_running():
         # ranks measure together, whatever each one's budget is: it is held by the steps alone
@@ -258,8 +267,13 @@ def _had_room(peak_bytes: int, memory_bytes: int | None) -> bool:
     return peak_bytes <= 0.75 * memory_bytes
 
 
-def _cost_of(optimizer: Any) -> OptimizerCost:
-    return OptimizerCost(0, 0, 0.0) if optimizer is None else optimizer_cost(optimizer)
+def _cost_of(step: MeasuredStep, memory_bytes: int | None) -> OptimizerCost:
+    if step.optimizer is None:
+        return OptimizerCost(0, 0, 0.0)
+    if memory_bytes is None:
+        return optimizer_cost(step.optimizer)
+    there = meter(step.model, step.optimizer, step.batch, device=counted_device(step.model))
+    return optimizer_cost(step.optimizer, room_bytes=memory_bytes - there.current_bytes)
 
 
 def _static_storages(model: torch.nn.Module, batch: Any) -> set[int]:
@@ -405,13 +419,20 @@ class _Sampler:
     """
 
     def __init__(
-        self, step: _Step, total: int, room_bytes: float, *, has_room: bool = False
+        self,
+        step: MeasuredStep,
+        total: int,
+        room_bytes: float,
+        meter: Callable[..., Meter],
+        *,
+        has_room: bool = False,
     ) -> None:
-        self.step, self.total, self.room_bytes = step, total, room_bytes
+        self.step, self.total, self.room_bytes, self.meter = step, total, room_bytes, meter
         self.has_room = has_room  # one row can be run, and there is room for several
+        self.least_rows = 1  # as in `MeasuringLimits`
         self._cut = step.split or split_batch
 
-    def samples(self, limits: _Limits, additivity: Additivity) -> list[Sample]:
+    def samples(self, limits: MeasuringLimits, additivity: Additivity) -> list[Sample]:
         """The parts that a profile is made of, the largest last."""
         if limits.rows is not None:
             return self.only(limits.rows)
@@ -462,7 +483,7 @@ class _Sampler:
         if len(samples) == 1 and samples[0].size == 2 < self.total and self.has_room:
             samples = self.watched_again([self.sample(1), *samples])  # what a single row takes
         if len(samples) == 1 and samples[0].size < self.total and self._shapes_tell:
-            return [*self.extrapolated(samples[0]), *samples]
+            return self.with_another(samples[0])
         return samples
 
     @property
@@ -475,6 +496,17 @@ class _Sampler:
     @property
     def _is_compiled(self) -> bool:
         return is_compiled(self.step.model, self.step.loss_fn)
+
+    def with_another(self, only: Sample) -> list[Sample]:
+        """With what more rows do, by their shapes; where these do not tell, by running some, if a
+        step has to have room for them anyway.
+        """
+        by_shapes = self.extrapolated(only)
+        if by_shapes or only.size >= self.least_rows:
+            return [*by_shapes, only]
+        larger = self.sample(min(2 * only.size, self.least_rows), metered=True)
+        larger = dataclasses.replace(larger, refused_one=only.refused_one)
+        return self.watched_again([only, larger])
 
     def extrapolated(self, only: Sample) -> list[Sample]:
         """What the whole batch would do, by its shapes."""
@@ -559,7 +591,8 @@ class _Sampler:
         if part is None:
             part = self.part(size)
         if metered:
-            with meter(self.step.model, self.step.optimizer, self.step.batch) as live:
+            step, device = self.step, counted_device(self.step.model)
+            with self.meter(step.model, step.optimizer, step.batch, device=device) as live:
                 trace = self.watch(part)
             peak_bytes = live.peak_bytes
         else:
@@ -629,7 +662,7 @@ def _takes_long(samples: list[Sample]) -> bool:
     return is_long or seconds > _PLENTY_SECONDS
 
 
-def _loss_without_functorch(step: _Step, part: Any) -> torch.Tensor:
+def _loss_without_functorch(step: MeasuredStep, part: Any) -> torch.Tensor:
     try:
         return run_part(step.loss_fn, step.model, part).loss
     except RuntimeError as error:
@@ -669,7 +702,8 @@ def _plain_bytes(trace: Trace) -> int:
     for first, end, size in _plain_lives(trace, forward):
         change[first] += size
         change[end + 1] -= size
-    beside = [0] * forward + [node.peak_bytes for node in trace.nodes]
+    inside = [op.workspace_bytes for op in trace.operations]  # as a loss in tiles has it
+    beside = [*inside, 0, *(node.peak_bytes for node in trace.nodes)]
     return max(live + other for live, other in zip(accumulate(change), beside, strict=False))
 
 

@@ -38,6 +38,7 @@ class Meter(OperationListener):
         device: count tensors of this device only; None: of all.
     """
 
+    _looks_inside = True
     events: list[tuple[int, int, int]] | None = None
     """A list that gets what is allocated and freed, in order: (a storage's number, its bytes, its
     device's index), and (number, -1, -1) when it is freed. Of what was watched it is only that.
@@ -127,6 +128,7 @@ class Meter(OperationListener):
                 self._see_all(item)
 
     def _made_inside(self, tensor: torch.Tensor) -> None:
+        """Count it."""
         self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:

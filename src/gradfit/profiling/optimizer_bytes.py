@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from gradfit._torch import storage_key
+from gradfit._torch_distributed import local_part
 from gradfit.devices import devices_of, wait_for
 from gradfit.errors import MisuseError
 from gradfit.profiling.clock import seconds_now
@@ -48,11 +50,13 @@ def optimizer_cost(
     *,
     stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
     clock: Callable[[], float] = seconds_now,
+    room_bytes: float = math.inf,
 ) -> OptimizerCost:
     """Bytes of the state after a step, bytes of a step's temporaries, and its seconds.
 
     `stand_in` makes the tensor that is stepped in a parameter's place, if that is not one like it:
     a shard, a fake one. The state that the optimizer has already is then not what is asked for.
+    Where less than `room_bytes` are free, no more is taken than the smallest step will take.
     """
     make = stand_in or torch.zeros_like
     existing = {} if stand_in is not None else getattr(optimizer, "state", {})
@@ -62,7 +66,7 @@ def optimizer_cost(
         trained = _trained_of(group)
         if trained:
             probe = _Probe(optimizer, group, make, clock)
-            of_group, bursts = _cost_of_group(probe, trained, existing)
+            of_group, bursts = _cost_of_group(probe, trained, existing, room_bytes)
             cost = cost.and_then(of_group)
             groups.append(bursts)
         else:
@@ -91,7 +95,10 @@ class _Probe(NamedTuple):
 
 
 def _cost_of_group(
-    probe: _Probe, trained: list[torch.Tensor], existing: Mapping[torch.Tensor, Any]
+    probe: _Probe,
+    trained: list[torch.Tensor],
+    existing: Mapping[torch.Tensor, Any],
+    room_bytes: float,
 ) -> tuple[OptimizerCost, GroupBursts]:
     """What it takes as it is set, and how its temporaries are made up of its parameters'."""
     costs = _cost_of_each(probe, trained)
@@ -106,19 +113,42 @@ def _cost_of_group(
     call = max(0.0, 2 * few.seconds - many.seconds)
     seconds = call + sum(max(0.0, cost.seconds - call) for cost in costs)
     together = _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu")
+    divisible = may_be_divided(probe.optimizer, probe.group)
     if not any(bursts):
         burst = 0
     elif together:
         burst = sum(bursts)
     else:
-        burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
+        # what the smallest step takes: in groups of one parameter if it may be divided
+        smallest = sum(map(_nbytes, trained)) + state + max(bursts)
+        room = max(room_bytes, smallest) if divisible else math.inf
+        by_id = dict(zip(map(id, trained), costs, strict=True))
+        burst = max(
+            _burst_of_row(probe, row, [by_id[id(one)] for one in row], room)
+            for row in _worst_rows(trained, bursts)
+        )
     return OptimizerCost(state, burst, seconds), GroupBursts(
         _of_all(probe.group, trained, bursts),
         burst,
         together,
-        divisible=may_be_divided(probe.optimizer, probe.group),
+        divisible=divisible,
         call_seconds=call,
     )
+
+
+def _burst_of_row(
+    probe: _Probe, row: list[torch.Tensor], costs: list[OptimizerCost], room_bytes: float
+) -> int:
+    """Temporaries of parameters that are stepped one after the other; no less than they are, where
+    there is no room to see it.
+    """
+    most = sum(cost.burst_bytes for cost in costs)
+    taken = most + sum(map(_nbytes, row)) + sum(cost.state_bytes for cost in costs)
+    return most if taken > room_bytes else probe.step(row).burst_bytes
+
+
+def _nbytes(parameter: torch.Tensor) -> int:
+    return local_part(parameter).nbytes
 
 
 def _of_all(group: Mapping[str, Any], trained: list[torch.Tensor], bursts: list[int]) -> list[int]:

@@ -195,6 +195,8 @@ def _has_storage(tensor: Any) -> bool:
 class Trace(OperationListener):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
+    _looks_inside = True
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.values: list[TracedValue] = []
@@ -270,6 +272,7 @@ class Trace(OperationListener):
         return out
 
     def _made_inside(self, tensor: torch.Tensor) -> None:
+        """It is part of what the operation takes."""
         self._inside.add(tensor)
 
     def _add_bits(self, op: TracedOp, target: torch.Tensor) -> None:

@@ -99,24 +99,37 @@ class Evictor(Meter):
         """Make room for an operation, run it, and count what it returns."""
         self.refused = None
         self._note_use(args)
-        info = info_of(func)
-        key, need = (
-            self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
-        )
-        if self.current_bytes + need > self._start:
-            self._evict(self.current_bytes + need - self._start, args)
-            if self.current_bytes + need > self.limit_bytes and key is None:
-                raise self._infeasible(func, need, self.current_bytes)
+        key, need = self._make_room(func, args, kwargs)
         before = self.current_bytes
         started = time.perf_counter()
         out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if replaying():
             self.rebuilt_seconds += self._last_seconds
-        larger = self.current_bytes - before > need and not info.view
+        larger = self.current_bytes - before > need and not info_of(func).view
         if key is not None or larger:  # now we know
             self._correct(key, func, args, kwargs, self.current_bytes - before)
         return out
+
+    def _begins_inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Make room for what runs inside of an operation, whose own need is a guess."""
+        self._make_room(func, args, kwargs)
+
+    def _make_room(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """For what an operation is about to allocate: as `_need` says.
+
+        Raises:
+            BudgetInfeasible: there is not enough that can be dropped.
+        """
+        info = info_of(func)
+        if info.view or not info.recordable:
+            return None, 0
+        key, need = self._need(func, args, kwargs)
+        if self.current_bytes + need > self._start:
+            self._evict(self.current_bytes + need - self._start, args)
+            if self.current_bytes + need > self.limit_bytes and key is None:
+                raise self._infeasible(func, need, self.current_bytes)
+        return key, need
 
     def _correct(self, key: Any, func: Any, args: Any, kwargs: Any, nbytes: int) -> None:
         """An operation took another number of bytes than was foreseen: remember it, and refuse
@@ -266,7 +279,7 @@ class Evictor(Meter):
             stack.extend(source.op.inputs)
         return total
 
-    def _infeasible(self, func: Any, need: int, in_use: int) -> BudgetInfeasible:
+    def _infeasible(self, func: Any, need: int, in_use: int) -> BaseException:
         total = in_use + need
         self.refused = BudgetInfeasible(
             f"{func} needs {format_bytes(need)} beside {format_bytes(in_use)} that are"
@@ -276,6 +289,30 @@ class Evictor(Meter):
             breakdown={"in use": in_use, "next operation": need},
         )
         return self.refused
+
+
+class LimitRefusal(BaseException):
+    """An operation was not begun, or had passed the limit unforeseen, inside of a `LimitGuard`.
+
+    No `Exception`: what is tried out, by the user's code or by ours, must not take it for an answer
+    of the model.
+
+    Args:
+        needed_bytes: what there would have been at that operation.
+    """
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(needed_bytes)
+        self.needed_bytes = needed_bytes
+
+
+class LimitGuard(Evictor):
+    """A meter inside of which no operation is begun that would pass the limit. Nothing is
+    dropped.
+    """
+
+    def _infeasible(self, func: Any, need: int, in_use: int) -> BaseException:
+        return LimitRefusal(in_use + need)
 
 
 class Online:

@@ -32,8 +32,7 @@ class OperationListener:
 
     about_fakes = False  # whether it is about fake tensors, which only dispatch modes learn of
 
-    # Told of each tensor that generated code makes inside of one operation.
-    _made_inside: Callable[[torch.Tensor], object] | None = None
+    _looks_inside = False  # whether it is told of what runs inside of one operation
 
     def __init__(self) -> None:
         self._contexts: list[Any] = []
@@ -42,13 +41,19 @@ class OperationListener:
         """Run `func(*args, **kwargs)`, and return what it returned."""
         raise NotImplementedError
 
+    def _begins_inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Inside of one operation, another one is about to run."""
+
+    def _made_inside(self, tensor: torch.Tensor) -> None:
+        """Inside of one operation, a tensor was made."""
+
     def __enter__(self) -> Any:
         context = listening(
             self._observe,
             view_names,
             in_engine=True,
             as_mode=self.about_fakes,
-            count=self._made_inside,
+            count=self if self._looks_inside else None,
         )
         try:
             process_settings.recording_begins(context)
