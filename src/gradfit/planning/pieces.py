@@ -7,7 +7,6 @@ after them can be rebuilt without going back further.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -83,19 +82,10 @@ def _near_the_least(
     positions: Sequence[int], crossing: list[int], *, distance: int, slack: float = 1
 ) -> list[int]:
     """The positions where not much more crosses than anywhere within the distance."""
-    others = _without_ends(crossing)
-    return [p for p in positions if crossing[p] <= slack * _least_near(others, p, distance)]
+    return [p for p in positions if crossing[p] <= slack * _least_near(crossing, p, distance)]
 
 
-def _without_ends(crossing: list[int]) -> list[float]:
-    """The same where more crosses than next to nothing: before the first layer and after the loss,
-    where a cut would part nothing from all the rest, and must not stand for the cuts near it.
-    """
-    next_to_nothing = sorted(crossing)[len(crossing) // 2] / 30
-    return [size if size >= next_to_nothing else math.inf for size in crossing]
-
-
-def _least_near(crossing: Sequence[float], position: int, distance: int) -> float:
+def _least_near(crossing: list[int], position: int, distance: int) -> int:
     return min(
         crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)]
     )
