@@ -924,6 +924,7 @@ def _() -> Good:
         "model": is_module,
         "size": lambda value: value is None or is_count(value),
         "exclude": is_nothing_iterable,
+        "gradients_early": is_flag,
     }
     accepts["modules"] = is_one_of(is_none, is_nothing_iterable)
     return Good(call, {"model": module, "size": 4, "modules": [], "exclude": []}, accepts, [module])
