@@ -904,13 +904,13 @@ def _() -> Good:
     def call(**arguments: Any) -> None:
         gf.auto_checkpoint(**arguments).remove()
 
-    accepts = {"model": is_module, "memory": is_count}
+    accepts = {"model": is_module, "memory": is_positive}
     return Good(call, {"model": module, "memory": "1 GiB"}, accepts, [module])
 
 
 @good("budget")
 def _() -> Good:
-    return Good(gf.budget, {"memory": "1 GiB"}, {"memory": is_count})
+    return Good(gf.budget, {"memory": "1 GiB"}, {"memory": is_positive})
 
 
 @good("tile")
