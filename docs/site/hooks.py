@@ -17,7 +17,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 # What pages may link to outside of docs/, by folder, and how a file of each ending is shown.
-SHOWN = ("examples/*.py", "benchmarks/*.py", "benchmarks/results/*.txt", "docs/*.py")
+SHOWN = (
+    "examples/*.py",
+    "benchmarks/*.py",
+    "benchmarks/results/*.txt",
+    "docs/*.py",
+    "tests/tiling/test_losses_as_written.py",
+)
 LANGUAGE = {".py": "python", ".txt": "text"}
 WHOLE_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)]*)?(\))")

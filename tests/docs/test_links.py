@@ -4,6 +4,7 @@ reference.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -50,6 +51,21 @@ def broken(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", pages(), ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     assert not broken(page)
+
+
+def test_the_site_has_a_page_for_every_file_outside_of_docs_that_is_linked_to() -> None:
+    hooks = ast.parse((DOCS / "site" / "hooks.py").read_text(encoding="utf-8"))
+    (shown,) = (
+        ast.literal_eval(node.value)
+        for node in hooks.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SHOWN"
+    )
+    found = {path.resolve() for pattern in shown for path in DOCS.parent.glob(pattern)}
+    found |= {DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "CHANGELOG.md"}
+    for page in sorted(DOCS.rglob("*.md")):
+        for target in LINK.findall(prose(page)):
+            file = (page.parent / target.partition("#")[0]).resolve()
+            assert "://" in target or DOCS in file.parents or file in found, (page, target)
 
 
 def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
