@@ -108,6 +108,9 @@ def train_fitted(job: Job, batches: Batches) -> None:
             break
     tell(
         event="done",
+        # the one that the steps settled on, if a faster one was found
+        plan=step.plan.to_json(),
+        profile=step.profile.to_json(),
         curve=live.timeline,
         mapped_bytes=data_bytes() if sys.platform == "linux" else None,
     )
