@@ -9,7 +9,8 @@ know: torch does for every fake tensor it makes of a real one, a user may.
 
 So each watcher gives the storage an object of its own to hold, a `Life`, and watches that: it has
 one reference, for which nothing is allocated. torch keeps a storage's Python object, and its
-attributes, exactly as long as the storage.
+attributes, exactly as long as the storage. A `Life` is the dictionary of these attributes itself,
+and mostly empty: one more, for an attribute, would take four times the memory.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Life:
-    """Dies with the storage that holds it: the newest one as the attribute `_gradfit_life`."""
+class Life(dict[str, Any]):
+    """Dies with the storage that holds it, as its `__dict__`. True, though empty, as the dictionary
+    of a storage that nobody watches is not.
+    """
 
     __slots__ = ("__weakref__",)
     older: Life | None = None
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class _AnotherLife(Life):
@@ -32,6 +38,7 @@ class _AnotherLife(Life):
     __slots__ = ("older",)
 
     def __init__(self, older: Life) -> None:
+        super().__init__(older)
         self.older = older
 
 
@@ -50,13 +57,22 @@ def watch_storage(
 
     The watch that it gives is of this kind: a `StorageWatch`, or a subclass with more slots.
     """
-    newest: Life | None = getattr(storage, "_gradfit_life", None)
-    if newest is None:
-        life = storage._gradfit_life = Life()
+    if not storage.__dict__:
+        life = storage.__dict__ = Life()
         return kind(life, callback)
+    newest = newest_life(storage)
+    if newest is None:  # it has attributes that somebody else has set
+        newest = storage.__dict__ = Life(storage.__dict__)
     free: Life | None = newest
     while free is not None and weakref.getweakrefcount(free):
         free = free.older
     if free is None:
-        free = storage._gradfit_life = _AnotherLife(newest)
+        free = storage.__dict__ = _AnotherLife(newest)
+        newest.clear()
     return kind(free, callback)
+
+
+def newest_life(storage: Any) -> Life | None:
+    """The one that was given last to a storage that was ever watched."""
+    attributes = storage.__dict__
+    return attributes if isinstance(attributes, Life) else None

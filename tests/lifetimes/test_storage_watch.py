@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import threading
+import tracemalloc
 import weakref
+from typing import Any
 
 import torch
 from child_process import run_child
 
 import gradfit as gf
 from gradfit._torch import output_bytes, storage_key
-from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit._torch_storage import StorageWatch, newest_life, watch_storage
+
+
+class Note:
+    """An attribute that somebody sets."""
 
 
 def lives_of(storage: torch.UntypedStorage) -> int:
-    count, life = 0, getattr(storage, "_gradfit_life", None)
+    count, life = 0, newest_life(storage)
     while life is not None:
         count, life = count + 1, life.older
     return count
@@ -63,6 +69,37 @@ def test_each_watcher_is_told() -> None:
     del watches[1]
     del x
     assert len(dead) == 2
+
+
+def test_a_watched_storage_keeps_the_attributes_that_it_has_and_gets() -> None:
+    dead: list[StorageWatch] = []
+    x = torch.zeros(8)
+    storage: Any = x.untyped_storage()
+    storage.before = "set before anybody watches"
+    watches = [watch_storage(storage, dead.append)]
+    storage.between = "two watchers"
+    watches.append(watch_storage(storage, dead.append))
+    assert (storage.before, storage.between) == ("set before anybody watches", "two watchers")
+    note = storage.note = Note()
+    held = weakref.ref(note)
+    watches.append(watch_storage(storage, dead.append))
+    del storage.note, note
+    assert held() is None  # no dictionary of before has it
+    del storage, x
+    assert len(dead) == len(watches) == 3
+
+
+def test_watching_a_storage_takes_few_bytes() -> None:
+    """Of Python's memory: it is paid for each storage of a forward pass."""
+    watches: list[StorageWatch] = []
+    storages = [torch.zeros(1).untyped_storage() for _ in range(100)]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    watches.extend(watch_storage(storage, print) for storage in storages)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken <= 100 * 200
+    del watches[:]
 
 
 def test_watching_a_parameter_again_and_again_leaves_nothing_behind() -> None:

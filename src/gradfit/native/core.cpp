@@ -177,7 +177,7 @@ struct Known {
   // names
   PyObject *innermost, *copying, *decide, *remove_dead, *refer, *refer_all, *refer_kwargs, *root;
   PyObject *record, *begin_rest, *add_result, *name_segment, *name_recorded, *widens, *common;
-  PyObject *name_life, *copy_value, *move_out_written, *forget_before_write, *observer;
+  PyObject *copy_value, *move_out_written, *forget_before_write, *observer;
   PyObject *pack, *pack_root, *pack_written, *hold_evictable, *note_freed, *count_freed;
 };
 
@@ -309,17 +309,10 @@ Ref alive(PyObject* reference) {
 // `watch_storage` in _torch_storage.py.
 Ref watch(const at::Tensor& tensor, PyObject* note_death) {
   Ref storage = owned(THPStorage_Wrap(tensor.storage()));
-  PyObject* newest = nullptr;
-#if PY_VERSION_HEX >= 0x030D0000
-  check(PyObject_GetOptionalAttr(storage.get(), known.name_life, &newest));
-#else
-  check(_PyObject_LookupAttr(storage.get(), known.name_life, &newest));
-#endif
-  Ref held(newest);
-  if (newest == nullptr || newest == Py_None) {
-    PyTypeObject* type = reinterpret_cast<PyTypeObject*>(known.life);
-    Ref life = owned(type->tp_alloc(type, 0));
-    check(PyObject_SetAttr(storage.get(), known.name_life, life.get()));
+  Ref attributes = owned(PyObject_GenericGetDict(storage.get(), nullptr));
+  if (PyDict_CheckExact(attributes.get()) && PyDict_GET_SIZE(attributes.get()) == 0) {
+    Ref life = call(known.life);
+    check(PyObject_GenericSetDict(storage.get(), life.get(), nullptr));
     return call(known.watch_type, life.get(), note_death);
   }
   return call(known.watch_storage, storage.get(), note_death);
@@ -1473,7 +1466,6 @@ void connect(const pybind11::dict& given) {
   k.name_recorded = intern("_recorded");
   k.widens = intern("_widens_segments");
   k.common = intern("common");
-  k.name_life = intern("_gradfit_life");
   k.copy_value = intern("copy_value");
   k.move_out_written = intern("move_out_written");
   k.forget_before_write = intern("forget_before_write");

@@ -307,8 +307,8 @@ class StorageTable:
         except RuntimeError:  # rule 5: a nested tensor
             return None
         storage: Any = tensor.untyped_storage()
-        if getattr(storage, "_gradfit_life", None) is None:  # as `watch_storage`
-            life = storage._gradfit_life = Life()
+        if not storage.__dict__:  # as `watch_storage`
+            life = storage.__dict__ = Life()
             watch = StorageWatch(life, self._note_death)
         else:
             watch = watch_storage(storage, self._note_death)
