@@ -403,7 +403,9 @@ def test_a_loss_inside_of_a_compiled_model_needs_its_count(counts: bool) -> None
 
 
 def test_flex_attention_trains_where_torch_lets_it() -> None:
-    """Its backward on a CPU is refused in torch's words; a forward alone runs."""
+    """Its backward on a CPU is refused in torch's words, which differ by version; a forward alone
+    runs.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     attention: Any = torch.compile(flex_attention)
@@ -411,10 +413,12 @@ def test_flex_attention_trains_where_torch_lets_it() -> None:
     expected = F.scaled_dot_product_attention(q, k, v)
     with torch.no_grad(), gf.meter():
         torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
-    with (
-        pytest.raises(Exception, match=r"(?i)flex_?attention.*CPU|CPU.*requires.?grad"),
-        gf.CheckpointScope("a"),
-    ):
-        attention(q.requires_grad_(), k, v).sum().backward()
+    q.requires_grad_()
+    words = []
+    for there in (contextlib.nullcontext(), gf.CheckpointScope("a")):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=".") as refused, there:
+            attention(q, k, v).sum().backward()
+        words.append((type(refused.value), str(refused.value).partition("\n")[0]))
+    assert words[0] == words[1]
     assert not _torch_listen.is_heard()
