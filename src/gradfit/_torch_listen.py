@@ -681,6 +681,17 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+def others_take_saves() -> bool:
+    """Whether somebody else takes what autograd saves in this thread now: hooks that are not ours.
+
+    Those of torch's checkpoint, for one. It calls the code inside of it once more in the backward
+    pass, and takes what is saved then, one after the other, for what was saved the first time: so
+    the first time nobody else may take a part of it.
+    """
+    top = top_hooks(True)
+    return top is not None and not str(getattr(top[1], "__module__", "")).startswith("gradfit")
+
+
 # Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile
 # (torch 2.13, torch/utils/_python_dispatch.py); earlier versions have fewer.
 _MODE_FLAGS = [

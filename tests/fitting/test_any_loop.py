@@ -16,6 +16,7 @@ import torch
 from loops_of_others import LOOPS, adam, deep, state
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.utils.checkpoint import checkpoint
 
 import gradfit as gf
 from gradfit._torch import FakeTensorMode
@@ -386,3 +387,54 @@ def test_fake_tensors_have_no_memory() -> None:
     found = {id(one) for one in live_tensors()}
     assert id(real) in found
     assert id(fake) not in found
+
+
+# ---------------------------------------------------------- inside of what others do with saves
+
+
+@pytest.mark.parametrize("way", ["budget", "auto_checkpoint"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_inside_of_torchs_checkpoint(way: str, reentrant: bool) -> None:
+    """torch pairs what is saved the second time with the first time's, by its order alone."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8, requires_grad=True)
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        return model(t.sin()).cos() * t.exp()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        x.grad = None
+        checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()
+        return [leaf.grad.clone() for leaf in (x, *model.parameters()) if leaf.grad is not None]
+
+    expected = gradients()
+    with gf.budget("1 GiB") if way == "budget" else gf.auto_checkpoint(model, "1 GiB"):
+        assert same(gradients(), expected)
+    assert len(expected) == 3
+
+
+def test_hooks_of_somebody_else_are_given_what_they_are_given_without_a_budget() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 8)
+    saved: list[list[torch.Tensor]] = []
+    for there in (contextlib.nullcontext(), gf.budget("1 GiB")):
+        saved.append([])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved[-1].append(tensor.detach().clone()) or tensor.bfloat16(),
+            lambda packed: packed.float(),
+        )
+        with there, hooks:
+            model(x).sum().backward()
+    assert saved[0]
+    assert same(*saved)
+
+
+def test_torch_func_in_a_budget_is_refused_in_words() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda t: t.exp().sum())(x) * x
+
+    x = torch.ones(3, requires_grad=True)
+    words = r"torch\.func was used inside a block of gf\.budget"
+    with pytest.raises(gf.UnsupportedOp, match=words), gf.budget("1 GiB"):
+        Inner()(x)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from recompute_models import build
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradfit as gf
 
@@ -101,6 +102,33 @@ def test_as_hooks_until_removed() -> None:
         square(model, batch).backward()
     assert same(gradients(model), wanted)
     assert max(peaks) < live.peak_bytes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_inside_of_torchs_checkpoint_follows_no_plan(reentrant: bool) -> None:
+    """It is called once more in the backward pass, where nothing is recorded."""
+    model, batch = network()
+    handle = gf.apply(model, plan_for(model, batch, 0.3))
+    batch.requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        batch.grad = None
+        torch.manual_seed(5)
+
+        def block(t: torch.Tensor) -> torch.Tensor:
+            return model(t.sin()).cos() * t.exp()
+
+        checkpoint(block, batch, use_reentrant=reentrant).sum().backward()
+        return [leaf.grad.clone() for leaf in (batch, *model.parameters()) if leaf.grad is not None]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [run(), run()]
+    handle.remove()
+    wanted = run()
+    assert same(found[0], wanted)
+    assert same(found[1], wanted)
 
 
 def test_an_error_in_the_forward_leaves_nothing_open() -> None:

@@ -24,13 +24,14 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradfit._torch import graph_task_id, inside_fake_mode, inside_functorch, times_called
-from gradfit._torch_listen import untraced
+from gradfit._torch_listen import others_take_saves, untraced
 from gradfit.arguments import read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.budget import live_tensors, read_budget_of_all
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.recompute.evict import Evictor
+from gradfit.recompute.scope import explain_unsupported
 from gradfit.tape.recorder import Recorder, is_recording
 from gradfit.tree import leaves
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
@@ -144,8 +145,10 @@ class MemoryBudget(NotCopied):
             )
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.remove()
+        if kind is RuntimeError and "saved tensor hooks" in str(error):
+            explain_unsupported("a block of gf.budget", kind, error, trace)
 
     def _covers(self, module: torch.nn.Module) -> bool:
         """Whether the module's forwards are this budget's."""
@@ -308,6 +311,7 @@ def _is_training() -> bool:
         and not is_recording()
         and not inside_functorch()
         and not inside_fake_mode()
+        and not others_take_saves()
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import graph_task_id
+from gradfit._torch_listen import others_take_saves
 from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
@@ -132,11 +134,14 @@ class _Following:
     """One forward along a plan: says so if it is another one."""
 
     def __init__(self, plan: Plan, forwards: Forwards) -> None:
-        self._plan, self._forwards = plan, forwards
-        self._forward, self._policy = forwards.begin()
+        self._forwards = forwards
+        # In a backward pass nothing is recorded: torch's checkpoint calls a model there.
+        self._is_idle = plan.keeps_everything or graph_task_id() != -1 or others_take_saves()
+        if not self._is_idle:
+            self._forward, self._policy = forwards.begin()
 
     def __enter__(self) -> None:
-        if not self._plan.keeps_everything:
+        if not self._is_idle:
             self._forward.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -144,7 +149,7 @@ class _Following:
 
     def end(self, kind: Any, *error: Any, whole: bool = True) -> None:
         """Not `whole`: the forward may have failed though there is no error here."""
-        if self._plan.keeps_everything:
+        if self._is_idle:
             return
         self._exit(kind, *error)
         if kind is not None:
