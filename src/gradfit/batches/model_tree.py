@@ -90,14 +90,19 @@ def joined(first: list[Any], second: Sequence[Any]) -> list[Any]:
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Each module once. `model.modules()` gives the same, and takes several times as long."""
+    """Each module once, in the order of `model.modules()`, which takes several times as long.
+
+    The order is that of `model.parameters()`, too, and so of most optimizers: lists of the same
+    parameters in the same order are seen to be the same at once.
+    """
     by_id: dict[int, torch.nn.Module] = {}
     left = [model]
     while left:
         module = left.pop()
         if id(module) not in by_id:
             by_id[id(module)] = module
-            left.extend(child for child in module._modules.values() if child is not None)
+            children = [*module._modules.values()]
+            left.extend(child for child in reversed(children) if child is not None)
     return list(by_id.values())
 
 
