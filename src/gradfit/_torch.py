@@ -10,7 +10,7 @@ import operator
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -626,6 +626,32 @@ def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     # of a single tensor it may be a view
     return flat.clone() if len(tensors) == 1 else flat
+
+
+form_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.Size]] = operator.attrgetter(
+    "dtype", "shape"
+)
+
+
+def form_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: whether each has the type and the shape that the one in its
+    place has now. It holds none of them.
+
+    What torch.compile asks before it runs code again (torch 2.13, `TensorGuards` in
+    torch/csrc/dynamo/guards.cpp) asks a hundred tensors in one call. It looks at strides and
+    devices, too.
+    """
+    try:
+        guards: Any = torch._C._dynamo.guards
+        same: Callable[..., bool] = guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
+            dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
+        ).check
+    except (AttributeError, TypeError, RuntimeError):  # another torch, or tensors without strides
+        forms = [*map(form_of, tensors)]
+        return lambda *others: [*map(form_of, others)] == forms
+    return same
 
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)

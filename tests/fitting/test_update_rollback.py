@@ -63,6 +63,26 @@ def test_how_tensors_are_copied_is_worked_out_once(monkeypatch: pytest.MonkeyPat
 original = tensor_copies._positions_by
 
 
+def test_known_tensors_are_asked_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What type and shape each has: in every step, of some four tensors for each parameter."""
+    layout, asked = CopyLayout(), []
+    form_of = tensor_copies.form_of
+    monkeypatch.setattr(tensor_copies, "form_of", lambda one: asked.append(one) or form_of(one))
+    tensors = [torch.randn(2, 3), torch.arange(4), torch.zeros(())]
+    for _ in range(3):
+        assert_same(TensorCopies(tensors, layout).contents(), tensors)
+    assert len(asked) == len(tensors)
+
+
+def test_a_tensor_in_the_place_of_one_that_has_died_is_another() -> None:
+    layout, tensors = CopyLayout(), [torch.randn(2, 3)]
+    for _ in range(20):  # its address, and with it its id, is often the one of the last
+        tensors[:] = []
+        tensors.append(torch.randn(2, 3))
+        copies = TensorCopies(tensors, layout)
+        assert copies.tensors[0]() is tensors[0]
+
+
 def assert_same(contents: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     for content, tensor in zip(contents, tensors, strict=True):
         assert (content.dtype, content.shape) == (tensor.dtype, tensor.shape)
@@ -91,6 +111,12 @@ def test_what_has_changed_since_the_last_copy(change: str) -> None:
     TensorCopies(before, layout)
     tensors = [*CHANGES[change](*before)]
     assert_same(TensorCopies(tensors, layout).contents(), tensors)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_torch_asks_each_for_itself(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    test_what_has_changed_since_the_last_copy(change)
 
 
 def test_a_layout_holds_no_tensor() -> None:

@@ -8,18 +8,17 @@ them go together into one piece of memory is worked out once: it is the same in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from gradfit._torch import copies_of, flat_copy
+from gradfit._torch import copies_of, flat_copy, form_check, form_of
 
 _kind_of = attrgetter("dtype", "layout", "is_cpu")
-_form_of = attrgetter("dtype", "shape")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -34,15 +33,21 @@ class CopyLayout:
         self.on_cpu = True
         self.together: list[Sequence[int]] = []  # positions among the tensors
         self.single: list[int] = []
+        self._ids: list[int] = []
+        self._died: list[ref[Tensor]] = []  # of those that are known: an id may be another's now
+        self._have_same_form: Callable[..., bool] | None = None
 
     def renew(self, tensors: Sequence[Tensor]) -> None:
         """Work it out for these tensors, unless they are those of last time, as they were: type
         and shape can change by `tensor.data = ...`.
         """
-        known, forms = [*map(ref, tensors)], [*map(_form_of, tensors)]
-        if forms == self.forms and all(map(is_, known, self.known)):
+        ids = [*map(id, tensors)]
+        is_known = self._have_same_form is not None and ids == self._ids and not self._died
+        if is_known and self._have_same_form(*tensors):  # type: ignore[misc]
             return
-        self.known, self.forms = known, forms
+        self._ids, self._died = ids, []
+        self.known = [ref(tensor, self._died.append) for tensor in tensors]
+        self.forms, self._have_same_form = [*map(form_of, tensors)], form_check(tensors)
         self.together, self.single = [], []
         kinds = [*map(_kind_of, tensors)]
         self.on_cpu = all(is_cpu for _, _, is_cpu in set(kinds))
