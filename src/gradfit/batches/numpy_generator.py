@@ -17,7 +17,7 @@ import numpy as np
 _numpy: Any = np.random  # whose types do not know all of it
 _BYTES = 624 * 4 + 4  # of MT19937: its numbers, and the position among them
 _FLAG = struct.Struct("i4x")  # whether a normal number waits; it stands before the number
-_WAITING_BYTES = _FLAG.size + 8
+_Numbers, _Waiting = ctypes.c_char * _BYTES, ctypes.c_char * (_FLAG.size + 8)
 
 
 def _find_waiting() -> int | None:
@@ -39,17 +39,21 @@ def _memory_of(generator: Any) -> bytes:
 
 
 _waiting = _find_waiting()
+_known: tuple[Any, Any, Any] = None, None, None  # a generator, and the two pieces of memory
 _last: tuple[bytes, Any] = b"", None
 
 
 def numpy_state() -> Any:
     """As `np.random.get_state()`."""
-    global _last
+    global _known, _last
     generator = _numpy.get_bit_generator()
     if _waiting is None or type(generator) is not np.random.MT19937:
         return _numpy.get_state()
-    now = ctypes.string_at(generator.ctypes.state_address, _BYTES)
-    now += ctypes.string_at(id(_numpy.mtrand._rand) + _waiting, _WAITING_BYTES)
+    if generator is not _known[0]:
+        normal = id(_numpy.mtrand._rand) + _waiting
+        numbers = _Numbers.from_address(generator.ctypes.state_address)
+        _known = generator, numbers, _Waiting.from_address(normal)
+    now = _known[1].raw + _known[2].raw
     before, state = _last
     if now != before:
         state = _numpy.get_state()
