@@ -110,19 +110,18 @@ class Update:
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
         norm = self._norm(gradients) * factor
-        result = result._replace(grad_norm=norm)
         if not math.isfinite(norm):
-            return self._refuse_nonfinite(scaler, factor, result)
+            return self._refuse_nonfinite(scaler, factor, result._replace(grad_norm=norm))
         window.in_doubt = True
         scale_gradients(window.tensors, factor * self._clipping(norm))
         if self.clipper is not None:
             self._clip_or_keep(self.clipper, scaler)
         if self.optimizer is None:
             self._hand_out()
-            return result._replace(reason="no optimizer")
+            return result._replace(reason="no optimizer", grad_norm=norm)
         stepped = self._step_or_keep(self.optimizer, scaler, norm)
         self._end(norm**2)
-        return result._replace(stepped=stepped, reason=_reason(stepped, scaler))
+        return result._replace(stepped=stepped, reason=_reason(stepped, scaler), grad_norm=norm)
 
     def _apply_unread(self, unread: UnreadNumbers, result: StepResult) -> StepResult:
         """Step first, and then read whether that is right: if not, `unread.read` raises, for who

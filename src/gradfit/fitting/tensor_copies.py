@@ -83,12 +83,11 @@ class TensorCopies:
         if not layout.on_cpu:
             self._single = dict(enumerate(copies_of(tensors)))  # few kernels to launch
             return
-        with torch.no_grad():
-            for places in layout.together:
-                is_all = len(places) == len(tensors)
-                held = [*tensors] if is_all else [*map(tensors.__getitem__, places)]
-                self._flat.append((places, flat_copy(held)))
-            self._single = {place: tensors[place].clone() for place in layout.single}
+        for places in layout.together:
+            is_all = len(places) == len(tensors)
+            held = [*tensors] if is_all else [*map(tensors.__getitem__, places)]
+            self._flat.append((places, flat_copy(held)))
+        self._single = {place: tensors[place].detach().clone() for place in layout.single}
 
     def contents(self) -> list[Tensor]:
         """The content of each, in the order in which they were given."""

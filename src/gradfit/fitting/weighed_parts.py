@@ -83,8 +83,9 @@ class WeighedParts:
 
     def _may_weigh_late(self, loss: torch.Tensor) -> bool:
         """Whether the weights can stay on an accelerator until all parts are in."""
-        is_alone = self._accumulator.window.ranks.size == 1
-        return self._may_wait and loss.device.type != "cpu" and self._is_wide(loss) and is_alone
+        if loss.is_cpu or not self._may_wait:
+            return False
+        return self._is_wide(loss) and self._accumulator.window.ranks.size == 1
 
     def _is_wide(self, loss: torch.Tensor) -> bool:
         """Whether sums have room for what is not yet divided."""
