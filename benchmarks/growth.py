@@ -99,6 +99,13 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -
     optimizer.step()
 
 
+def plan_within(profile: gf.Profile, budget: int) -> gf.Plan | None:
+    try:
+        return gf.plan(profile, memory=budget)
+    except gf.BudgetInfeasible:  # which also is found by planning
+        return None
+
+
 @dataclass
 class Row:
     size: int
@@ -108,6 +115,7 @@ class Row:
     plan: float
     record: float
     step: float
+    is_refused: bool  # the budget of the plan
 
 
 def measure(case: Case, size: int) -> Row:
@@ -119,10 +127,8 @@ def measure(case: Case, size: int) -> Row:
     profile_seconds, profile = seconds(lambda: gf.profile(model, loss_of, batch, optimizer))
     kept = gf.plan(profile, memory="100 GiB")
     budget = kept.peak_bytes - kept.kept_bytes // 2
-    try:
-        plan_seconds, plan = seconds(lambda: gf.plan(profile, memory=budget))
-    except gf.BudgetInfeasible:
-        plan_seconds, plan = seconds(lambda: gf.plan(profile, memory=kept.peak_bytes))
+    plan_seconds, plan = seconds(lambda: plan_within(profile, budget))
+    refused, plan = plan is None, plan or kept
 
     def planned() -> None:
         with gf.apply(model, plan):
@@ -135,7 +141,8 @@ def measure(case: Case, size: int) -> Row:
     step = gf.fit(model, optimizer, loss_of, batch, memory="100 GiB")
     step(batch)
     taken = min(seconds(lambda: step(batch))[0] for _ in range(3))
-    return Row(size, len(profile.operations), plain, profile_seconds, plan_seconds, record, taken)
+    count = len(profile.operations)
+    return Row(size, count, plain, profile_seconds, plan_seconds, record, taken, refused)
 
 
 def exponent(sizes: Sequence[int], numbers: Sequence[float]) -> float:
@@ -224,7 +231,8 @@ def main() -> None:
             print(
                 f"{size:>8} {row.operations:>7} "
                 + " ".join(f"{getattr(row, name):>9.3f}" for name in COLUMNS)
-                + f"  {row.profile / limit:.2f} of {limit:.2f}",
+                + f"  {row.profile / limit:.2f} of {limit:.2f}"
+                + ("  (its budget is refused)" if row.is_refused else ""),
                 flush=True,
             )
         late = rows[-max(2, (len(rows) + 1) // 2) :]

@@ -245,9 +245,10 @@ class FastSolver:
         return self._smallest
 
     def _search_smallest(self) -> Solution:
-        best = self.plain
-        low, high = 0.0, float(best.peak_bytes - self.graph.static_bytes)
-        while high - low > 0.01 * high:
+        best, static = self.plain, self.graph.static_bytes
+        low, high = 0.0, float(best.peak_bytes - static)
+        least = self.simulator.least_peak_bytes - static  # about which a search would end
+        while high - low > 0.01 * high and best.peak_bytes - static > 1.003 * least:
             limit = (low + high) / 2
             trial = self._chain(limit, nested=True)
             if trial is None:
