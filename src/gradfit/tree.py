@@ -334,19 +334,54 @@ def _replaced(item: Any, holders: Mapping[int, Any], function: Callable[[Any], A
     return function(item) if _is_row_list(item, holders) else _INSIDE
 
 
+class Copies:
+    """A nest that is handed out again and again: the same tensors, arrays and items, each time in
+    new containers.
+
+    >>> copies = Copies({"x": torch.arange(2), "text": ["a", "b"]})
+    >>> copies.another()["text"].pop(), copies.another()["text"]
+    ('b', ['a', 'b'])
+    """
+
+    def __init__(self, nest: Any) -> None:
+        self._nest, self._holders = nest, _holders(nest)
+        self.tensors = list(leaves(nest))
+
+    def another(self) -> Any:
+        return _map_many([self._nest], self._copied)
+
+    def _copied(self, items: Sequence[Any]) -> Any:
+        item = items[0]
+        if isinstance(item, torch.Tensor | np.ndarray | Whole):
+            return item
+        is_long = type(item) is list and _holds_tensors_alone(item)
+        return item[:] if is_long or _is_row_list(item, self._holders) else _INSIDE
+
+
 def unmarked(nest: Any) -> Any:
     """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there
     are none.
     """
+    return unmarked_with_leaves(nest)[0]
+
+
+def unmarked_with_leaves(nest: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The same, and its tensors in order, in one walk where there are no marks."""
     if isinstance(nest, torch.Tensor):
-        return nest
+        return nest, [nest]
+    tensors: list[torch.Tensor] = []
     walk = _NestWalk(nest)
     for item in walk:
         if isinstance(item, Whole):
-            return _without_marks(nest)
-        if not isinstance(item, torch.Tensor) and not _holds_tensors_alone(item):
+            plain = _without_marks(nest)
+            return plain, list(leaves(plain))
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif _holds_tensors_alone(item):
+            tensors += item
+        else:
             walk.enter(item)
-    return nest
+    return nest, tensors
 
 
 def _without_marks(nest: Any) -> Any:

@@ -5,9 +5,11 @@ operations, not seconds.
 from __future__ import annotations
 
 import cProfile
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ import torch
 from torch import nn
 
 import gradfit as gf
+from gradfit import tree
 from gradfit.planning.simulate import Simulator
 from gradfit.profiling import measure
+from gradfit.profiling.profile import Linear
 from gradfit.profiling.trace import Trace
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
@@ -115,6 +119,36 @@ def test_a_budget_that_layers_cannot_hold_is_refused_after_as_much_for_each_of_t
     assert per_operation[1] < 300
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_seconds_of_a_profile_do_not_decide_how_much_is_simulated(
+    simulated: list[int], seed: int
+) -> None:
+    """As if the machine had been busy: each operation's seconds are multiplied by chance."""
+    chance = random.Random(seed)
+    measured = gf.profile(_small_layers(300), _loss, torch.rand(8, 4))
+    budget = gf.plan(measured, memory="1 GiB").peak_bytes // 2
+    work = []
+    for profile in (measured, _disturbed(measured, chance)):
+        simulated[0] = 0
+        with pytest.raises(gf.BudgetInfeasible):
+            gf.plan(profile, memory=budget)
+        work.append(simulated[0])
+    assert 0.9 * work[0] < work[1] < 1.1 * work[0]
+
+
+def _disturbed(profile: gf.Profile, chance: random.Random) -> gf.Profile:
+    operations = [
+        replace(op, seconds=Linear(op.seconds.at(8) * chance.lognormvariate(0, 2)))
+        for op in profile.operations
+    ]
+    return replace(
+        profile,
+        operations=tuple(operations),
+        record_overhead_seconds=profile.record_overhead_seconds * chance.lognormvariate(0, 2),
+        replay_overhead_seconds=profile.replay_overhead_seconds * chance.lognormvariate(0, 2),
+    )
+
+
 def test_less_memory_than_any_plan_can_hold_is_not_searched_for(simulated: list[int]) -> None:
     profile = gf.profile(_small_layers(50), _loss, torch.rand(1, 4))
     simulated[0] = 0
@@ -171,6 +205,32 @@ def test_fit_and_a_step_call_as_much_for_each_of_what_there_is(
         steps.append(_calls(lambda: step(batch))[0] / size)  # noqa: B023
     assert fits[1] < 1.1 * fits[0]
     assert steps[1] < 1.1 * steps[0]
+
+
+def test_a_profile_cuts_each_tensor_of_a_batch_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = [0]
+    take = tree._take
+
+    def counting(*args: Any) -> Any:
+        cuts[0] += 1
+        return take(*args)
+
+    monkeypatch.setattr(tree, "_take", counting)
+    model, batch = _tensors(10)
+    gf.profile(model, _first, batch)
+    # four sizes to measure, and groups of rows by which it is seen whether parts make the whole
+    assert cuts[0] < 25
+
+
+def test_each_run_has_the_same_views_in_containers_of_its_own() -> None:
+    model, batch = _tensors(2)
+    step = measure.MeasuredStep(model, _first, batch, None, None)
+    sampler = measure._Sampler(step, 8, float("inf"), gf.meter)
+    first = sampler.part(4)
+    taken = first.pop("x")
+    assert sampler.part(4)["x"] is taken
+    taken.requires_grad_()
+    assert not sampler.part(4)["x"].requires_grad
 
 
 def test_walking_a_list_of_tensors_calls_nothing_of_pythons_for_each() -> None:

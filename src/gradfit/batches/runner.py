@@ -19,7 +19,7 @@ from gradfit._torch_listen import eager_functions
 from gradfit.arguments import invalid
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.errors import MisuseError
-from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
+from gradfit.tree import leaves, size_of_batch, split_batch, unmarked_with_leaves
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 Cut = Callable[[Any, int], Iterable[Any]]
@@ -127,8 +127,8 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     A `loss_fn` that changes the batch would see another one in the next micro-batch or after an
     out-of-memory.
     """
-    batch = unmarked(batch)
-    before = [(tensor, tensor._version) for tensor in leaves(batch)]
+    batch, tensors = unmarked_with_leaves(batch)
+    before = [(tensor, tensor._version) for tensor in tensors]
     result = loss_fn(model, batch)
     if _was_changed(batch, before):
         raise MisuseError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -43,9 +44,10 @@ from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, TracedNode, TracedOp, watching
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import leaves, split_batch, unmarked
+from gradfit.tree import Copies, leaves, split_batch, unmarked
 
 _Cut = Callable[[Any, int], Iterable[Any]]
+_asks_for_gradient = operator.attrgetter("requires_grad")
 _Timed = TracedOp | TracedNode
 # Least of several measurements, for a machine is never alone; but what takes long, or has many
 # operations, of which those alike measure each other, is measured fewer times.
@@ -430,7 +432,7 @@ class _Sampler:
         self.step, self.total, self.room_bytes, self.meter = step, total, room_bytes, meter
         self.has_room = has_room  # one row can be run, and there is room for several
         self.least_rows = 1  # as in `MeasuringLimits`
-        self._cut = step.split or split_batch
+        self._parts: dict[int, Copies] = {}  # by rows, where cutting makes views
 
     def samples(self, limits: MeasuringLimits, additivity: Additivity) -> list[Sample]:
         """The parts that a profile is made of, the largest last."""
@@ -455,7 +457,18 @@ class _Sampler:
         return self.timed_in_turn(self.growing())
 
     def part(self, rows: int) -> Any:
-        return next(iter(self._cut(self.step.batch, rows)))
+        """So many rows of the batch, in containers that `loss_fn` may change.
+
+        Views are cut once, since a batch may hold thousands of tensors, and again if gradients were
+        asked of them.
+        """
+        if self.step.split is not None:  # which may make copies
+            return next(iter(self.step.split(self.step.batch, rows)))
+        copies = self._parts.get(rows)
+        if copies is None or any(map(_asks_for_gradient, copies.tensors)):
+            part = next(split_batch(self.step.batch, rows, self.total))
+            copies = self._parts[rows] = Copies(part)
+        return copies.another()
 
     def large_and_small(self) -> list[Sample]:
         """The batch and half of it; and little of it, for what a pass takes whatever its size,
