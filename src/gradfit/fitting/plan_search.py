@@ -10,7 +10,6 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,9 +21,8 @@ from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part, as_written
-from gradfit.batches.snapshot import Snapshot, untouched
+from gradfit.batches.snapshot import untouched
 from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
@@ -39,11 +37,11 @@ from gradfit.fitting.families import (
     within_memory,
 )
 from gradfit.fitting.fixed_cost import with_computed_seconds
-from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.modes import Planned
 from gradfit.fitting.plan_comparison import PlanComparison
 from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.race import Race
-from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
+from gradfit.fitting.reserved import ReservedMemory
 from gradfit.fitting.tested_plan import (
     Shape,
     TestedPlan,
@@ -52,6 +50,7 @@ from gradfit.fitting.tested_plan import (
     smaller,
     with_update_copy,
 )
+from gradfit.fitting.trial import NeedsMore, PastLimit, Trials, meter_below, refusing, state_bytes
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.allocator import SEGMENT_BYTES
 from gradfit.planning.api import (
@@ -75,17 +74,15 @@ from gradfit.profiling.measure import (
     choose_tiles,
     measure_step,
 )
-from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
 from gradfit.profiling.update_groups import may_be_cut, with_bursts
-from gradfit.recompute.evict import LimitGuard, LimitRefusal
-from gradfit.recompute.follow_plan import Diverged, LooksAtData
+from gradfit.recompute.follow_plan import Diverged
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.tiling.heads import find_heads
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import leaves, repeat_rows
+from gradfit.tree import leaves
 from gradfit.units import format_bytes
 
 _Way = TypeVar("_Way")
@@ -103,8 +100,6 @@ _RIVALS_STEPS, _TILES_STEPS = 4.0, 10.0
 _CAREFUL_SHARE = 0.98
 _LONGEST_NUMBER = 8  # bytes
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
-# on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
-_NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
 _LOSS_IS_COMPILED = (
     "The loss is made inside of a compiled function, which does not say what it was divided by: so"
     " that micro-batches can be weighed, compiled functions are run as they were written. To run"
@@ -113,19 +108,7 @@ _LOSS_IS_COMPILED = (
 )
 
 
-class _NeedsMore(Exception):
-    def __init__(self, needed_bytes: int) -> None:
-        super().__init__(needed_bytes)
-        self.needed_bytes = needed_bytes
-
-
-class _PastLimit(_NeedsMore):
-    """What was tried out could not stay below its limit; at some operation it needed so many
-    bytes.
-    """
-
-
-class _Hopeless(_NeedsMore):
+class _Hopeless(NeedsMore):
     """No plan can hold the budget, by arithmetic; nothing was tried out."""
 
 
@@ -245,12 +228,14 @@ class Planner:
         self.device = counted_device(model)  # whose memory the budget is about
         self._devices = devices_of(model.parameters())
         self.reserved = ReservedMemory(self._devices)
+        self._trials = Trials(
+            self.runner, optimizer, self.limit_bytes, self.reserved, self._weights_of
+        )
         self._offload = offload
         self._named = named or {}  # what becomes of values by their names
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
-        self._left = ""  # where the last trial left its plan
         self._is_as_written = False  # compiled functions are not run compiled
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
@@ -694,7 +679,7 @@ class Planner:
         """As measured once; `changed` is how many bytes of parameters are copied."""
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
-            self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
+            self._copy_pace = seconds / (changed + state_bytes(self._optimizer))
         return self._copy_pace
 
     def _copy_seconds(self) -> float:
@@ -706,7 +691,7 @@ class Planner:
 
     def has_optimizer_state(self, tested: TestedPlan) -> bool:
         """Whether the optimizer holds by now all that it will hold."""
-        return _state_bytes(self._optimizer) >= tested.profile.optimizer_bytes
+        return state_bytes(self._optimizer) >= tested.profile.optimizer_bytes
 
     def stepped(
         self, tested: TestedPlan, peak_bytes: int, saved_bytes: int, **changes: Any
@@ -784,7 +769,7 @@ class Planner:
             profile = self._profile(
                 request.batch, tiles=tiles, batch_size=request.batch_size, most_bytes=most_bytes
             )
-        except _PastLimit:
+        except PastLimit:
             ways.refused.append(tiles)
             return
         if tiles is not None and profile.fixed != self._named:
@@ -866,7 +851,7 @@ class Planner:
             try:
                 profile = self._profile(request.batch, tiles=tiles, most_bytes=most)
                 self._plan(profile, 1, request.batch_size)
-            except _PastLimit:
+            except PastLimit:
                 continue
             except BudgetInfeasible as smallest:
                 yield smallest.min_bytes + self._own_bytes + self.reserved_bytes
@@ -1031,7 +1016,7 @@ class Planner:
         open. With less memory than the budget, fewer rows are measured.
 
         Raises:
-            _PastLimit: it would have taken more than `most_bytes`.
+            PastLimit: it would have taken more than `most_bytes`.
         """
         tiled = " in tiles of tokens" if tiles is not None else ""
         self._progress.begin(f"measuring a step's operations{tiled}")
@@ -1044,9 +1029,9 @@ class Planner:
             bandwidth = self._host_bandwidth()
             is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
             limits = MeasuringLimits(
-                limit_bytes, rows, bandwidth, _meter_below(most_bytes), self._least_rows(batch)
+                limit_bytes, rows, bandwidth, meter_below(most_bytes), self._least_rows(batch)
             )
-            with _refusing(0):
+            with refusing(0):
                 return measure_step(step, limits, Additivity(None) if is_open else self.additivity)
 
         # where there is less memory than the budget says, with as few rows as can be
@@ -1237,7 +1222,7 @@ class Planner:
                 return [self._tried_smallest(little, request, most_bytes, or_online=False)]
             except _TooManySegments as named:
                 raise named.error from None
-            except _NeedsMore:  # what one row does is not what the batch does
+            except NeedsMore:  # what one row does is not what the batch does
                 raise refusal.error from None
 
     def _tried_smallest(
@@ -1250,7 +1235,7 @@ class Planner:
             _Hopeless: it would take more than `most_bytes`.
             BudgetInfeasible: it does not hold.
             _TooManySegments: the same, and by the segments that it takes.
-            _NeedsMore: the forward leaves it.
+            NeedsMore: the forward leaves it.
         """
         plan = self._smallest_plan(profile, request.batch_size)
         untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
@@ -1258,7 +1243,7 @@ class Planner:
         if tried is None:
             if or_online:
                 return self._fit_online(untested, request.batch)
-            raise _NeedsMore(plan.peak_bytes)
+            raise NeedsMore(plan.peak_bytes)
         if most_bytes is not None and tried.peak_bytes > most_bytes:
             raise _Hopeless(max(tried.peak_bytes, profile.measuring_bytes))
         # Not less than what is planned for: below that, what the clock says could not choose among
@@ -1281,7 +1266,7 @@ class Planner:
         micro-batches that fit.
         """
         plan = dataclasses.replace(
-            untested.plan, online=f"{self._left}. The data decide what the forward does"
+            untested.plan, online=f"{self._trials.left}. The data decide what the forward does"
         )
         untested = dataclasses.replace(untested, plan=plan, steady=False)
         profile = untested.profile
@@ -1380,6 +1365,9 @@ class Planner:
             return "or leave out micro_batch, so that it can be smaller."
         return "or make the model or an item of the batch smaller."
 
+    def _weights_of(self, batch_size: int) -> BatchWeights:
+        return BatchWeights(self.additivity, batch_size, exact=self.exact)
+
     def _try_within_limit(self, untested: TestedPlan, batch: Any) -> TestedPlan | None:
         """As `_try_out`; None if it does not hold the budget, too."""
         tried = self._try_out(untested, batch, most_bytes=self.limit_bytes)
@@ -1393,126 +1381,11 @@ class Planner:
         online_bytes: int | None = None,
         most_bytes: int | None = None,
     ) -> TestedPlan | None:
-        """Run two micro-batches as planned, or each of them online: with the peak of the whole
-        step, or None if it left the plan or memory ran out. A peak above `online_bytes` or
-        `most_bytes` is what was needed, at least, where these did not suffice."""
+        """As `Trials.try_out`."""
         self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
-        with untouched(self._model) as before:
-            try:
-                return self._run_trial(untested, batch, online_bytes, most_bytes, before)
-            except Exception as error:
-                if not _is_answer_of_trial(error):
-                    raise
-                peak = self._peak_told_by(error, online_bytes)
-                traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
-            finally:
-                drop_gradients(self._model)
-            free_cached_memory()
-            return dataclasses.replace(untested, peak_bytes=peak) if peak else None
-
-    def _peak_told_by(self, error: Exception, online_bytes: int | None) -> int:
-        """Bytes that a trial would have taken at least; 0 if its end does not say."""
-        if isinstance(error, Diverged):
-            self._left = str(error)
-        if isinstance(error, _PastLimit):
-            return error.needed_bytes
-        # Where memory ran out before the budget did: as if the trial had taken a tenth more than
-        # there is.
-        is_short = online_bytes is None and is_out_of_memory(error)
-        return self.limit_bytes * 11 // 10 if is_short else 0
-
-    def _run_trial(
-        self,
-        untested: TestedPlan,
-        batch: Any,
-        online_bytes: int | None,
-        most_bytes: int | None,
-        before: Snapshot,
-    ) -> TestedPlan:
-        untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
-        plan, profile = untested.plan, untested.profile
-        burst = profile.updating(plan.update_groups).optimizer_burst_bytes
-        # what its first step will allocate
-        waiting = max(0, profile.optimizer_bytes - _state_bytes(self._optimizer))
-        passes = update = saved = asked = 0
-        data_reads = LooksAtData()
-        record = TrialRecord(self.reserved)
-        cuts = self.runner.cut(batch, plan.micro_batch)
-        for cut in cuts if online_bytes is not None else self._two_full_parts(cuts, plan):
-            content = repeat_rows(cut, plan.micro_batch) if self.runner.split is None else cut
-            part = Part(0, plan.micro_batch, content)
-            # A part is a view: it holds the whole batch it was cut from, which may still be less
-            # than a step's.
-            held = meter(content, device=self.device).current_bytes
-            rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
-            if not record.begun:  # a step, too, has copies of the buffers to go back to
-                own = (*self.resident, content, before.buffers)
-                record.begin(*own, beside=_beside_trial(rest))
-            beside = waiting + rest
-            live = _meter_below(None if most_bytes is None else most_bytes - beside)(
-                *self.resident, content, device=self.device
-            )
-            live.events = record.events
-            with _refusing(beside), live:
-                if online_bytes is not None:
-                    self._run_online(untested, part, online_bytes, beside=beside)
-                else:
-                    unrecorded = self._run_planned(
-                        part, Planned(untested, inside=data_reads), plan.batch_size
-                    )
-                    saved = max(saved, unrecorded.saved_bytes)
-                    asked = max(asked, unrecorded.last_rebuilt)
-            passes = max(passes, live.peak_bytes + rest)
-            update = live.current_bytes + rest + burst
-        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, burst)
-        reserved = record.reserved_bytes(sizes, copied=False)
-        return dataclasses.replace(
-            untested,
-            plan=dataclasses.replace(plan, reserved_bytes=reserved),
-            peak_bytes=max(max(passes, update) + waiting, reserved),
-            reserved_bytes=reserved,
-            copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
-            saved_bytes=saved,
-            asked=asked,
-            reads_data=data_reads.reads_data,
+        return self._trials.try_out(
+            untested, batch, online_bytes=online_bytes, most_bytes=most_bytes
         )
-
-    def _two_full_parts(self, cuts: Iterable[Any], plan: Plan) -> Iterator[Any]:
-        """The first two parts; the first again where the second has fewer rows, which would have to
-        be repeated in memory that no step takes.
-        """
-        first, *others = islice(cuts, 2)
-        yield first
-        for other in others:
-            is_full = self.runner.split is not None or self.rows(other) == plan.micro_batch
-            yield other if is_full else first
-
-    def _run_planned(self, part: Part, mode: Planned, batch_size: int) -> Any:
-        """Both passes of one micro-batch; what was seen of the forward's unrecorded rest.
-
-        Raises:
-            UnreadableLoss: it is one of several, and cannot be weighed.
-        """
-        part_loss = self.runner.forward(part, mode)
-        if is_compiled(self._model, self._loss_fn):  # else it is as it was when it was measured
-            BatchWeights(self.additivity, batch_size, exact=self.exact).of(part_loss)
-        loss = part_loss.loss
-        del part_loss
-        unrecorded = mode.followed.rest
-        torch.autograd.backward(loss)
-        return unrecorded
-
-    def _run_online(self, tested: TestedPlan, part: Part, limit_bytes: int, *, beside: int) -> None:
-        """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not
-        there yet.
-        """
-        mode = WithinLimit(
-            tested, limit_bytes - beside, *self.resident, part.content, device=self.device
-        )
-        try:
-            self.runner.run(part, mode, lambda part_loss: torch.autograd.backward(part_loss.loss))
-        except BudgetInfeasible as refusal:
-            raise _PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
 
     def _fastest(self, ways: list[TestedPlan], batch: Any) -> TestedPlan:
         """By the clock, whose seconds it then has.
@@ -1621,13 +1494,6 @@ class Planner:
         return seconds_now() - started
 
 
-def _beside_trial(batch_bytes: int) -> list[int]:
-    """Bytes of what a step holds and a trial does not: the batch's rest, and the numbers of its
-    parts.
-    """
-    return [batch_bytes, *[_NUMBER_BYTES] * _NUMBERS_AT_ONCE]
-
-
 def _keeps_whole_batch(plan: Plan) -> bool:
     """Whether a step is one plain pass."""
     return plan.keeps_everything and plan.steps == 1
@@ -1649,35 +1515,6 @@ def _are_last_resort(tiles: Tiles | None) -> bool:
     nothing else is enough.
     """
     return tiles is not None and bool(tiles.modules)
-
-
-def _is_answer_of_trial(error: Exception) -> bool:
-    """Whether it says that the plan does not hold, and not that something is wrong."""
-    return isinstance(error, Diverged | BudgetInfeasible | _PastLimit) or is_out_of_memory(error)
-
-
-def _meter_below(most_bytes: int | None) -> Callable[..., Meter]:
-    """`meter`, or one in which no operation is begun that would pass so many bytes."""
-    # ranks run forwards together, whatever each one's budget is
-    if most_bytes is None or distributed.is_running():
-        return meter
-
-    def guard(*watched: Any, device: torch.device | None = None) -> Meter:
-        live = LimitGuard(most_bytes, device=device)
-        live.watch(*watched)
-        return live
-
-    return guard
-
-
-@contextlib.contextmanager
-def _refusing(beside: int) -> Iterator[None]:
-    """What a guard refuses inside needs so many bytes more."""
-    try:
-        yield
-    except LimitRefusal as refusal:
-        traceback.clear_frames(refusal.__traceback__)  # they hold every tensor
-        raise _PastLimit(refusal.needed_bytes + beside) from None
 
 
 def _is_left_to_the_step(error: Exception) -> bool:
@@ -1714,13 +1551,3 @@ def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _widened_by(dtype: torch.dtype, wide: torch.dtype) -> float:
     """How many times as large a number becomes."""
     return torch.promote_types(dtype, wide).itemsize / dtype.itemsize
-
-
-def _state_bytes(optimizer: Any) -> int:
-    states = getattr(optimizer, "state", {}).values()
-    values = chain.from_iterable(state.values() for state in states if isinstance(state, dict))
-    return sum(
-        local_part(value).untyped_storage().nbytes()
-        for value in values
-        if isinstance(value, torch.Tensor)
-    )

@@ -209,6 +209,11 @@ class TrialRecord:
             first = next(iter(self._before))
             self.events += _named([(nbytes, first) for nbytes in beside], _BESIDE)
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether an allocator says what it has reserved."""
+        return self._memory.segments() is not None
+
     def reserved_bytes(self, update: UpdateSizes, *, copied: bool) -> int:
         """The most bytes reserved in two steps, without what others hold; 0 if it is not known.
 

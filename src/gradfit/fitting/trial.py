@@ -1,0 +1,335 @@
+"""Trials of plans: micro-batches run as a step would run them, measured, and nothing of it stays.
+
+A plan of several micro-batches is tried out by one of them, into gradients that are there, which is
+what most of a step is and takes the most: all before it have less of the gradients. Where not every
+parameter gets one of such a micro-batch, or gradients are another's, the first two are run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from gradfit import _torch_distributed as distributed
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_compile import is_compiled
+from gradfit._torch_distributed import local_part
+from gradfit._torch_fsdp import drop_gradients
+from gradfit.batches.device_numbers import MOST_WAITING
+from gradfit.batches.runner import MicroBatchRunner, Part
+from gradfit.batches.snapshot import Snapshot, untouched
+from gradfit.batches.weights import BatchWeights
+from gradfit.devices import counted_device, free_cached_memory
+from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
+from gradfit.fitting.tested_plan import TestedPlan
+from gradfit.profiling.meter import Meter, meter
+from gradfit.recompute.evict import LimitGuard, LimitRefusal
+from gradfit.recompute.follow_plan import Diverged, LooksAtData
+from gradfit.tree import repeat_rows
+
+# on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
+_NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
+
+
+class NeedsMore(Exception):
+    """A limit of so many bytes does not suffice."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(needed_bytes)
+        self.needed_bytes = needed_bytes
+
+
+class PastLimit(NeedsMore):
+    """What was tried out could not stay below its limit; at some operation it needed so many
+    bytes.
+    """
+
+
+class Trials:
+    """Tries plans out.
+
+    Args:
+        runner: runs the micro-batches.
+        optimizer: there all the time, as the model is.
+        limit_bytes: what a step may take.
+        reserved: the allocators of the model's devices.
+        weights: for a batch of so many rows, what weighs its parts.
+    """
+
+    def __init__(
+        self,
+        runner: MicroBatchRunner,
+        optimizer: Any,
+        limit_bytes: int,
+        reserved: ReservedMemory,
+        weights: Callable[[int], BatchWeights],
+    ) -> None:
+        self.left = ""
+        """Where the last trial left its plan."""
+        self._runner, self._optimizer, self._model = runner, optimizer, runner.model
+        self._limit_bytes, self._reserved, self._weights = limit_bytes, reserved, weights
+
+    def try_out(
+        self,
+        untested: TestedPlan,
+        batch: Any,
+        *,
+        online_bytes: int | None = None,
+        most_bytes: int | None = None,
+    ) -> TestedPlan | None:
+        """Run micro-batches as planned, or each of them online: with the peak of the whole step, or
+        None if it left the plan or memory ran out.
+
+        Args:
+            untested: the plan.
+            batch: its micro-batches are run.
+            online_bytes: evict as memory fills up, below this limit; a peak above it is what was
+                needed, at least, where it did not suffice.
+            most_bytes: no operation is begun that would pass so many bytes; the same of its peak.
+        """
+        with untouched(self._model) as before:
+            record = TrialRecord(self._reserved)
+            trial = _Trial(self._runner, self._optimizer, untested, batch, before, record)
+            try:
+                if online_bytes is not None:
+                    return trial.run_online(online_bytes)
+                return trial.run_planned(most_bytes, self._weights(untested.plan.batch_size))
+            except Exception as error:
+                if not _is_answer(error):
+                    raise
+                peak = self._peak_told_by(error, online_bytes)
+                traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
+            finally:
+                drop_gradients(self._model)
+            free_cached_memory()
+            return dataclasses.replace(untested, peak_bytes=peak) if peak else None
+
+    def _peak_told_by(self, error: Exception, online_bytes: int | None) -> int:
+        """Bytes that a trial would have taken at least; 0 if its end does not say."""
+        if isinstance(error, Diverged):
+            self.left = str(error)
+        if isinstance(error, PastLimit):
+            return error.needed_bytes
+        # Where memory ran out before the budget did: as if the trial had taken a tenth more than
+        # there is.
+        is_short = online_bytes is None and is_out_of_memory(error)
+        return self._limit_bytes * 11 // 10 if is_short else 0
+
+
+class _Trial:
+    """One of them, and what it has shown so far."""
+
+    def __init__(
+        self,
+        runner: MicroBatchRunner,
+        optimizer: Any,
+        untested: TestedPlan,
+        batch: Any,
+        before: Snapshot,
+        record: TrialRecord,
+    ) -> None:
+        self._runner, self._model, self._optimizer = runner, runner.model, optimizer
+        self._untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
+        self._plan, self._batch, self._before, self._record = untested.plan, batch, before, record
+        self._device = counted_device(runner.model)
+        profile = untested.profile
+        self._burst_bytes = profile.updating(self._plan.update_groups).optimizer_burst_bytes
+        # what its first step will allocate
+        self._waiting_bytes = max(0, profile.optimizer_bytes - state_bytes(optimizer))
+        self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
+        self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
+        self._data_reads = LooksAtData()
+
+    # -- which micro-batches ----------------------------------------------------------------------
+
+    def run_online(self, limit_bytes: int) -> TestedPlan:
+        """Each micro-batch, evicting as memory fills up."""
+        for cut in self._runner.cut(self._batch, self._plan.micro_batch):
+            self._run(cut, None, lambda part, beside: self._evict(part, limit_bytes, beside))
+        return self._tested()
+
+    def run_planned(self, most_bytes: int | None, weights: BatchWeights) -> TestedPlan:
+        """As most of a step's micro-batches are; or the first two."""
+
+        def follow(part: Part, beside: int) -> None:
+            self._follow(part, weights)
+
+        first, *others = self._two_full_parts()
+        if others and self._may_have_gradients():
+            with _gradients_there(self._model) as gradients:
+                self._run(others[-1], most_bytes, follow)
+                if gradients.all_were_added_to():
+                    return self._tested()
+            self._passes_bytes = 0  # with gradients that a step does not have
+        for part in (first, *others):
+            self._run(part, most_bytes, follow)
+        return self._tested()
+
+    def _two_full_parts(self) -> Iterator[Any]:
+        """The first two parts; the first again where the second has fewer rows, which would have to
+        be repeated in memory that no step takes.
+        """
+        size = self._plan.micro_batch
+        first, *others = islice(self._runner.cut(self._batch, size), 2)
+        yield first
+        for other in others:
+            is_full = self._runner.split is not None or self._runner.rows(other) == size
+            yield other if is_full else first
+
+    def _may_have_gradients(self) -> bool:
+        """Whether gradients may be put there before: the ranks' are moved about, sparse ones are as
+        large as a pass makes them, and an allocator is followed from the first pass on.
+        """
+        sparse = any(getattr(module, "sparse", False) for module in self._model.modules())
+        return not (distributed.is_running() or sparse or self._record.is_followed)
+
+    # -- running one ------------------------------------------------------------------------------
+
+    def _run(
+        self, cut: Any, most_bytes: int | None, both_passes: Callable[[Part, int], object]
+    ) -> None:
+        """Both passes of a micro-batch, measured; `both_passes` also gets how many bytes are taken
+        by what is not there yet.
+        """
+        size = self._plan.micro_batch
+        content = repeat_rows(cut, size) if self._runner.split is None else cut
+        resident = (self._model, self._optimizer, content)
+        # A part is a view: it holds the whole batch it was cut from, which may still be less than a
+        # step's.
+        held = meter(content, device=self._device).current_bytes
+        rest = max(0, self._batch_bytes - held)
+        if not self._record.begun:  # a step, too, has copies of the buffers to go back to
+            self._record.begin(*resident, self._before.buffers, beside=_beside_trial(rest))
+        beside = self._waiting_bytes + rest
+        limit = None if most_bytes is None else most_bytes - beside
+        live = meter_below(limit)(*resident, device=self._device)
+        live.events = self._record.events
+        with refusing(beside), live:
+            both_passes(Part(0, size, content), beside)
+        self._passes_bytes = max(self._passes_bytes, live.peak_bytes + rest)
+        self._update_bytes = live.current_bytes + rest + self._burst_bytes
+
+    def _follow(self, part: Part, weights: BatchWeights) -> None:
+        """Both passes of one micro-batch by the plan.
+
+        Raises:
+            UnreadableLoss: it is one of several, and cannot be weighed.
+        """
+        mode = Planned(self._untested, inside=self._data_reads)
+        part_loss = self._runner.forward(part, mode)
+        if is_compiled(self._model, self._runner.loss_fn):  # else it is as it was measured
+            weights.of(part_loss)
+        loss = part_loss.loss
+        del part_loss
+        unrecorded = mode.followed.rest
+        torch.autograd.backward(loss)
+        self._saved_bytes = max(self._saved_bytes, unrecorded.saved_bytes)
+        self._asked = max(self._asked, unrecorded.last_rebuilt)
+
+    def _evict(self, part: Part, limit_bytes: int, beside: int) -> None:
+        resident = (self._model, self._optimizer, part.content)
+        mode = WithinLimit(self._untested, limit_bytes - beside, *resident, device=self._device)
+        try:
+            self._runner.run(part, mode, lambda part_loss: torch.autograd.backward(part_loss.loss))
+        except BudgetInfeasible as refusal:
+            raise PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
+
+    # -- what it has shown ------------------------------------------------------------------------
+
+    def _tested(self) -> TestedPlan:
+        sizes = UpdateSizes.of(self._model, self._optimizer, self._waiting_bytes, self._burst_bytes)
+        reserved = self._record.reserved_bytes(sizes, copied=False)
+        peak = max(self._passes_bytes, self._update_bytes) + self._waiting_bytes
+        return dataclasses.replace(
+            self._untested,
+            plan=dataclasses.replace(self._plan, reserved_bytes=reserved),
+            peak_bytes=max(peak, reserved),
+            reserved_bytes=reserved,
+            copied_reserved_bytes=self._record.reserved_bytes(sizes, copied=True),
+            saved_bytes=self._saved_bytes,
+            asked=self._asked,
+            reads_data=self._data_reads.reads_data,
+        )
+
+
+class _GradientsThere:
+    """Gradients of zeros, for all that is trained."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._made = [(parameter, torch.zeros_like(parameter)) for parameter in trained]
+        for parameter, gradient in self._made:
+            parameter.grad = gradient
+        self._versions = [gradient._version for _, gradient in self._made]
+
+    def all_were_added_to(self) -> bool:
+        """Whether a step has all of them once its first micro-batch is over."""
+        pairs = zip(self._made, self._versions, strict=True)
+        return all(
+            parameter.grad is gradient and gradient._version > version
+            for (parameter, gradient), version in pairs
+        )
+
+
+@contextlib.contextmanager
+def _gradients_there(model: torch.nn.Module) -> Iterator[_GradientsThere]:
+    """Inside, each trained parameter has a gradient; afterwards none has."""
+    try:
+        yield _GradientsThere(model)
+    finally:
+        drop_gradients(model)
+
+
+def _beside_trial(batch_bytes: int) -> list[int]:
+    """Bytes of what a step holds and a trial does not: the batch's rest, and the numbers of its
+    parts.
+    """
+    return [batch_bytes, *[_NUMBER_BYTES] * _NUMBERS_AT_ONCE]
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether it says that the plan does not hold, and not that something is wrong."""
+    return isinstance(error, Diverged | BudgetInfeasible | PastLimit) or is_out_of_memory(error)
+
+
+def meter_below(most_bytes: int | None) -> Callable[..., Meter]:
+    """`meter`, or one in which no operation is begun that would pass so many bytes."""
+    # ranks run forwards together, whatever each one's budget is
+    if most_bytes is None or distributed.is_running():
+        return meter
+
+    def guard(*watched: Any, device: torch.device | None = None) -> Meter:
+        live = LimitGuard(most_bytes, device=device)
+        live.watch(*watched)
+        return live
+
+    return guard
+
+
+@contextlib.contextmanager
+def refusing(beside: int) -> Iterator[None]:
+    """What a guard refuses inside needs so many bytes more."""
+    try:
+        yield
+    except LimitRefusal as refusal:
+        traceback.clear_frames(refusal.__traceback__)  # they hold every tensor
+        raise PastLimit(refusal.needed_bytes + beside) from None
+
+
+def state_bytes(optimizer: Any) -> int:
+    """What an optimizer's state takes by now, on this rank."""
+    states = getattr(optimizer, "state", {}).values()
+    values = chain.from_iterable(state.values() for state in states if isinstance(state, dict))
+    return sum(
+        local_part(value).untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, torch.Tensor)
+    )
