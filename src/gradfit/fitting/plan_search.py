@@ -72,7 +72,7 @@ from gradfit.profiling.measure import (
     RoomForRows,
     additivity_within,
     choose_tiles,
-    measure_step,
+    measure_sizes,
 )
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
@@ -236,6 +236,8 @@ class Planner:
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
+        # the last profile, and those of other sizes, at which other operations were run
+        self._unlike: tuple[Profile | None, list[Profile]] = (None, [])
         self._is_as_written = False  # compiled functions are not run compiled
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
@@ -889,6 +891,8 @@ class Planner:
             plan = self._next_plan(search, request.batch_size)
             if plan is None:
                 break
+            if self._go_by_size(plan.micro_batch, search):
+                continue
             untested = TestedPlan(plan, search.profile, request.shape, 0, steady=True)
             tried = self._try_out(untested, request.batch, most_bytes=self.limit_bytes)
             if tried is None:
@@ -935,6 +939,18 @@ class Planner:
     def _was_profiled_at(self, micro_batch: int, profile: Profile, batch: Any) -> bool:
         """Whether a profile is of this very size, or there are too few rows for one that is."""
         return micro_batch == profile.batch_size or micro_batch > self.rows(batch)
+
+    def _go_by_size(self, micro_batch: int, search: _Search) -> bool:
+        """Whether other operations were seen at this very size than a profile has: plan by those
+        from now on.
+        """
+        measured, others = self._unlike
+        for one in others if search.profile is measured else ():
+            if one.batch_size == micro_batch:
+                search.micro_batch, search.profile = micro_batch, one
+                search.timed = self._with_choosing_seconds(one)
+                return True
+        return False
 
     def _profile_at(self, micro_batch: int, search: _Search, request: _Request) -> None:
         """A batch of one row need not do what larger ones do: look at this very size."""
@@ -1024,7 +1040,7 @@ class Planner:
         step = MeasuredStep(self._model, loss_fn, batch, self._optimizer, self.runner.split)
         is_open = False
 
-        def measure(limit_bytes: int) -> Profile:
+        def measure(limit_bytes: int) -> list[Profile]:
             nonlocal is_open
             bandwidth = self._host_bandwidth()
             is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
@@ -1032,12 +1048,18 @@ class Planner:
                 limit_bytes, rows, bandwidth, meter_below(most_bytes), self._least_rows(batch)
             )
             with refusing(0):
-                return measure_step(step, limits, Additivity(None) if is_open else self.additivity)
+                return measure_sizes(step, limits, Additivity(None) if is_open else self.additivity)
 
         # where there is less memory than the budget says, with as few rows as can be
-        measured = self._where_memory_lasts(measure, (memory_bytes or self.limit_bytes, 1))
+        found = self._where_memory_lasts(measure, (memory_bytes or self.limit_bytes, 1))
         if not is_open:
-            self.additivity = measured.additivity
+            self.additivity = found[0].additivity
+        measured, *others = [self._as_run_here(one, tiles) for one in found]
+        self._unlike = (measured, others)
+        return measured
+
+    def _as_run_here(self, measured: Profile, tiles: Tiles | None) -> Profile:
+        """What was measured, with what only this step knows."""
         bursts = [self._update_burst(measured, way.burst_bytes) for way in measured.update_ways]
         measured = dataclasses.replace(
             measured,

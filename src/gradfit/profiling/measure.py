@@ -208,6 +208,13 @@ def measure_step(
     step: MeasuredStep, limits: MeasuringLimits, additivity: Additivity | None
 ) -> Profile:
     """As `profile`, where the arguments were checked before."""
+    return measure_sizes(step, limits, additivity)[0]
+
+
+def measure_sizes(
+    step: MeasuredStep, limits: MeasuringLimits, additivity: Additivity | None
+) -> list[Profile]:
+    """The profile; and that of fewer rows alone, where these were seen to do something else."""
     model, batch = step.model, step.batch
     total = count_rows(batch, step.split, "sample_batch")
     measuring_bytes = 0
@@ -244,22 +251,35 @@ def measure_step(
         measuring_bytes = 0
     else:
         measuring_bytes = max(measuring_bytes, *(one.peak_bytes for one in samples))
-    measured = assemble(
-        model,
-        batch,
-        total,
-        samples,
-        cost,
-        host_bandwidth=limits.host_bandwidth,
-        static=_static_storages(model, batch),
-        min_batch=2 if samples[-1].refused_one else 1,
-    )
-    return dataclasses.replace(
-        measured,
-        additivity=additivity,
-        splittable=additivity.adds_up,
-        measuring_bytes=measuring_bytes,
-    )
+    assembled = [
+        assemble(
+            model,
+            batch,
+            total,
+            of_size,
+            cost,
+            host_bandwidth=limits.host_bandwidth,
+            static=_static_storages(model, batch),
+            min_batch=2 if samples[-1].refused_one else 1,
+        )
+        for of_size in (samples, *_unlike_the_last(samples))
+    ]
+    return [
+        dataclasses.replace(
+            one,
+            additivity=additivity,
+            splittable=additivity.adds_up,
+            measuring_bytes=measuring_bytes,
+        )
+        for one in assembled
+    ]
+
+
+def _unlike_the_last(samples: list[Sample]) -> list[list[Sample]]:
+    """The one before the last, where it ran other operations."""
+    if len(samples) < 2 or same_structure(samples[-2].trace, samples[-1].trace):
+        return []
+    return [[samples[-2]]]
 
 
 def _had_room(peak_bytes: int, memory_bytes: int | None) -> bool:
