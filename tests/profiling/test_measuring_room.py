@@ -37,9 +37,9 @@ def test_passes_that_rebuild_all_take_little_whatever_the_quota(quota: int) -> N
         square(model, x).backward()
     kept = live.peak_bytes - before
     model.zero_grad()
-    with gf.meter(model, x) as live, rebuilding(quota) as end_forward:
+    with gf.meter(model, x) as live, rebuilding(quota) as passes:
         loss = square(model, x)
-        end_forward()
+        passes.end_forward()
         loss.backward()
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert live.peak_bytes - before - gradients < (kept - gradients) / 4

@@ -50,6 +50,7 @@ from gradfit.batches.few_rows import (
 from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
 from gradfit.batches.gradient_changes import gradient_changers
 from gradfit.batches.loss import read_loss
+from gradfit.batches.passes import FewRowsPasses
 from gradfit.batches.quiet_runner import LossFunction, QuietRunner
 from gradfit.batches.shares import PartCounter, PartShare, without_activations
 from gradfit.batches.slightly_changed import slightly_changed
@@ -59,9 +60,8 @@ from gradfit.errors import GradfitError, MisuseError
 from gradfit.tree import unmarked
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
-_ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
+MOST_ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_Passes = Callable[[int], contextlib.AbstractContextManager[Callable[[], None]]]
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -77,15 +77,6 @@ def _takes_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats)
 
 
-def kept_passes(_: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """What both passes of a few rows run in if there is room for all that autograd saves."""
-    return contextlib.nullcontext(_nothing)
-
-
-def _nothing() -> None:
-    pass
-
-
 def measure_additivity(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -96,7 +87,7 @@ def measure_additivity(
     rewind: Callable[[], None] = lambda: None,
     finish: Callable[[Tensor], object] | None = None,
     gradient_rows: int = MOST_ROWS,
-    passes: _Passes = kept_passes,
+    passes: FewRowsPasses | None = None,
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
@@ -114,13 +105,14 @@ def measure_additivity(
         finish: called with each loss, for modules that wait for a backward pass. Without it no
             activation is kept.
         gradient_rows: at most so many with both passes; below 2, gradients are not compared.
-        passes: what both passes of so many rows run in, to keep their memory small; what it gives
-            is called between them.
+        passes: what both passes of so many rows run in, to keep their memory small, or to watch
+            them; None keeps all that autograd saves.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
     """
     measurement = _Measurement(QuietRunner(model, loss_fn, split, rewind, finish))
+    passes = FewRowsPasses() if passes is None else passes
     names = tuple(batch_norms(model))
     cuts = list(choose_rows(batch, split, rows))
     with eager_functions():
@@ -131,7 +123,7 @@ def measure_additivity(
         # several processes run the same, whatever each of them reads
         quickly = measurement.look_quickly(batch, rows) if finish is None else None
         if quickly is not None:
-            few = rows_for_gradients(batch, split, min(rows, gradient_rows, _ROWS_IF_READ))
+            few = rows_for_gradients(batch, split, min(rows, gradient_rows, MOST_ROWS_IF_READ))
             return measurement.measure_gradients(few, cuts[-1][1][-1], quickly, passes)
         measured = measurement.measure_values(cuts, batch, rows)
         if measured.adds_up or finish is not None:  # all processes run the same
@@ -363,7 +355,7 @@ class _Measurement:
     # -- gradients --------------------------------------------------------------------------------
 
     def measure_gradients(
-        self, few: RowsAndParts | None, part: Any, measured: Additivity, passes: _Passes
+        self, few: RowsAndParts | None, part: Any, measured: Additivity, passes: FewRowsPasses
     ) -> Additivity:
         """What was measured, or that the batch must not be cut since its gradients do not add
         up.
@@ -377,8 +369,13 @@ class _Measurement:
             nudged=self._nudged,
             forward=runner.forward,
             rewind=runner.rewind,
-            passes=lambda rows: passes(count_measured_rows(rows, runner.split)),
+            passes=lambda content: passes.of(
+                content,
+                count_measured_rows(content, runner.split),
+                is_as_trained=runner.is_as_trained,
+            ),
             quiet=runner.quiet,
+            begins_anew=passes.begins_anew,
         )
         try:
             with slightly_changed(runner.model):

@@ -30,6 +30,7 @@ from gradfit._torch_fsdp import (
     unsharded_gradient,
 )
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.passes import Passes
 from gradfit.batches.snapshot import unreduced_gradients
 from gradfit.batches.weights import BatchWeights
 
@@ -54,9 +55,11 @@ class FewRows:
             rounding is.
         forward: runs rows, and reads their loss.
         rewind: makes buffers and generators what they were at first.
-        passes: what both passes of these rows run in; what it gives is called between them.
+        passes: what both passes of these rows run in.
         quiet: what a backward runs in; a checkpoint of torch's runs its forward again there, which
             must be the one that it was.
+        begins_anew: the whole's passes begin without gradients, as a step does, with the sum of the
+            parts' set aside.
     """
 
     model: nn.Module
@@ -65,8 +68,9 @@ class FewRows:
     nudged: Callable[[], contextlib.AbstractContextManager[object]]
     forward: Callable[[Any], PartLoss]
     rewind: Callable[[], None]
-    passes: Callable[[Any], contextlib.AbstractContextManager[Callable[[], None]]]
+    passes: Callable[[Any], contextlib.AbstractContextManager[Passes]]
     quiet: Callable[[], contextlib.AbstractContextManager[object]]
+    begins_anew: bool = False
 
 
 class GradientError(NamedTuple):
@@ -154,7 +158,8 @@ def _compare(rows: FewRows, weights: BatchWeights, large: float) -> GradientErro
 def _compare_with_whole(rows: FewRows, gradients: _Gradients, divisor: float) -> GradientError:
     """What is left of the gradients there are, divided, beside the whole's."""
     gradients.divide(-divisor)
-    _add_whole(rows)
+    with gradients.set_aside() if rows.begins_anew else contextlib.nullcontext():
+        _add_whole(rows)
     worst = gradients.worst()
     gradients.drop()
     return worst
@@ -162,11 +167,11 @@ def _compare_with_whole(rows: FewRows, gradients: _Gradients, divisor: float) ->
 
 def _add_whole(rows: FewRows) -> None:
     rows.rewind()
-    with rows.passes(rows.whole) as end_forward:
+    with rows.passes(rows.whole) as passes:
         whole = rows.forward(rows.whole)
-        end_forward()
+        passes.end_forward()
         count = 1.0 if whole.count is None else float(whole.count)
-        _backward(rows, whole.loss, 1.0 / count)
+        _backward(rows, passes, whole.loss, 1.0 / count)
         del whole
 
 
@@ -174,19 +179,21 @@ def _add_part(
     rows: FewRows, weights: BatchWeights, part: Any, position: int, large: float
 ) -> float:
     """Both passes of a part; gives what it weighs."""
-    with rows.passes(part) as end_forward:
+    with rows.passes(part) as passes:
         loss = weights.shared(rows.forward(part), position)
-        end_forward()
+        passes.end_forward()
         weight = weights.of(loss)
         number = float(weight.number)
         if number:  # a mean over no items is NaN, and contributes nothing
             factor = number if weight.reduction == "mean" else 1.0
-            _backward(rows, loss.loss, large * factor)
-        return number
+            _backward(rows, passes, loss.loss, large * factor)
+        del loss, weight  # its graph holds what the passes run in
+    return number
 
 
-def _backward(rows: FewRows, loss: Tensor, factor: float) -> None:
+def _backward(rows: FewRows, passes: Passes, loss: Tensor, factor: float) -> None:
     gradient = torch.full_like(loss, factor)
+    passes.begin_backward(loss)
     # Not from the tensor: for a tensor torch hands the whole call to the function mode that is
     # entered here, and runs the pass outside of it (seen in 2.13).
     edge = torch.autograd.graph.get_gradient_edge(loss)
@@ -203,6 +210,17 @@ class _Gradients:
 
     def drop(self) -> None:
         drop_gradients(self._model)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside there are none; what comes in is added to them."""
+        held = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        drop_gradients(self._model)
+        yield
+        for parameter, gradient in held:
+            if gradient is not None:
+                new = parameter.grad
+                parameter.grad = gradient if new is None else gradient.add_(new)
 
     def note_size(self) -> None:
         """Remember the largest norm that each gradient has had."""

@@ -89,6 +89,8 @@ class QuietRandomness(TorchFunctionMode):
         super().__init__()
         self._evaluates = evaluates
         self.draws = 0
+        self.changes = evaluates
+        """Whether something else was run than in training."""
         self.sets_hooks = False
         """Whether a hook was set on a tensor."""
         self.rounding = 0.0
@@ -101,8 +103,11 @@ class QuietRandomness(TorchFunctionMode):
         if func is Tensor.register_hook:
             self.sets_hooks = True
         if func in _DROPOUTS:
-            return _drop_nothing(func, args, kwargs, always=self._evaluates)
+            result = _drop_nothing(func, args, kwargs, always=self._evaluates)
+            self.changes |= result is not (args or [kwargs.get("input")])[0]
+            return result
         if func is F.scaled_dot_product_attention:
+            self.changes |= bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
             args, kwargs = _without_dropout_p(args, kwargs)
         if func in _DRAWS:
             return self._draw(func, args, kwargs)
@@ -121,6 +126,7 @@ class QuietRandomness(TorchFunctionMode):
         # Called all the same: for its shape, type and device, and for the errors that it raises.
         result = func(*args, **kwargs)
         self.draws += 1
+        self.changes = True
         generator = torch.Generator("cpu").manual_seed(self.draws)
         drawn = torch.rand(result.shape[1:], generator=generator, device="cpu").to(result.device)
         parameters = _parameters(args[first:], kwargs)
@@ -165,13 +171,15 @@ def _drops_now(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch off the modules that draw masks themselves, and leave the mode of all others."""
+def without_dropout(model: nn.Module) -> Iterator[bool]:
+    """Switch off the modules that draw masks themselves, and leave the mode of all others; gives
+    whether there are any.
+    """
     changed = [*filter(_drops_now, model.modules())]
     for module in changed:
         module.training = False
     try:
-        yield
+        yield bool(changed)
     finally:
         for module in changed:
             module.training = True

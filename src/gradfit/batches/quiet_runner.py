@@ -54,6 +54,8 @@ class QuietRunner:
         """Run in evaluation mode, without what is random in training."""
         self.sets_hooks = False
         """The loss function sets hooks on tensors."""
+        self.is_as_trained = True
+        """No forward was another one than in training, as one without dropout is."""
         self.rounding = max(map(_eps, model.parameters()), default=0.0)
         """Machine epsilon of the narrowest numbers that were met."""
         self.read = ""
@@ -178,6 +180,7 @@ class QuietRunner:
             result = self.loss_fn(model, unmarked(part))
         self.rounding = max(self.rounding, quiet.rounding)
         self.sets_hooks |= quiet.sets_hooks
+        self.is_as_trained &= not quiet.changes
         return result
 
     @contextlib.contextmanager
@@ -188,8 +191,10 @@ class QuietRunner:
                 stack.enter_context(evaluating(self.model))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about rows that nobody trains on
-            stack.enter_context(without_dropout(self.model))
-            yield stack.enter_context(QuietRandomness(evaluates=self.evaluates))
+            switches_off = stack.enter_context(without_dropout(self.model))
+            quiet = stack.enter_context(QuietRandomness(evaluates=self.evaluates))
+            quiet.changes |= switches_off
+            yield quiet
 
 
 def _least_divisor(term: Term) -> float:

@@ -69,12 +69,12 @@ from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import (
     MeasuredStep,
     MeasuringLimits,
-    RoomForRows,
     additivity_within,
     choose_tiles,
     measure_sizes,
 )
 from gradfit.profiling.profile import Profile
+from gradfit.profiling.room_for_rows import RoomForRows
 from gradfit.profiling.tile_choices import TileChoices
 from gradfit.profiling.update_groups import may_be_cut, with_bursts
 from gradfit.recompute.follow_plan import Diverged
@@ -1045,7 +1045,12 @@ class Planner:
             bandwidth = self._host_bandwidth()
             is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
             limits = MeasuringLimits(
-                limit_bytes, rows, bandwidth, meter_below(most_bytes), self._least_rows(batch)
+                limit_bytes,
+                rows,
+                bandwidth,
+                meter_below(most_bytes),
+                self._least_rows(batch),
+                shares_passes=not self._ahead and self._micro_batch is None and self.exact,
             )
             with refusing(0):
                 return measure_sizes(step, limits, Additivity(None) if is_open else self.additivity)

@@ -205,7 +205,7 @@ def _plain_name(op: TracedOp) -> str:
 
 
 def _constant_bytes(trace: Trace, static: set[int]) -> int:
-    counted_elsewhere = static | trace.gathered.keys()
+    counted_elsewhere = static | trace.gathered.keys() | trace.batch_keys
     external = [value for value in trace.values if value.operation is None]
     return sum(value.nbytes for value in external if value.key not in counted_elsewhere)
 

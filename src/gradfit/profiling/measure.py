@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import operator
@@ -11,7 +10,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
@@ -27,8 +25,9 @@ from gradfit.arguments import (
     read_instance,
     read_number,
 )
-from gradfit.batches.additivity import MOST_ROWS, batch_norms, kept_passes, measure_additivity
+from gradfit.batches.additivity import MOST_ROWS_IF_READ, measure_additivity
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.passes import FewRowsPasses
 from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.devices import counted_device, devices_of, wait_for
@@ -38,13 +37,13 @@ from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import Meter, meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
-from gradfit.profiling.rebuilding import rebuilding
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
+from gradfit.profiling.room_for_rows import RoomForRows, WatchedPasses
 from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, TracedNode, TracedOp, watching
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import Copies, leaves, split_batch, unmarked
+from gradfit.tree import Copies, leaves, split_batch
 
 _Cut = Callable[[Any, int], Iterable[Any]]
 _asks_for_gradient = operator.attrgetter("requires_grad")
@@ -172,6 +171,9 @@ class MeasuringLimits(NamedTuple):
     meter: Callable[..., Meter] = meter
     # so many rows are run at once in any case; None: all if the loss does not add up, else one
     least_rows: int | None = None
+    # the passes in which gradients are compared are watched for the profile, too: it is measured
+    # sooner, on sizes near each other, whose seconds tell less of other sizes
+    shares_passes: bool = False
 
 
 class MeasuredStep(NamedTuple):
@@ -219,12 +221,14 @@ def measure_sizes(
     total = count_rows(batch, step.split, "sample_batch")
     measuring_bytes = 0
     has_room = False
+    watched: WatchedPasses | None = None
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model) as before:
         cost = _cost_of(step, limits.memory_bytes)
+        room_bytes = _room(model, batch, limits.memory_bytes, cost)
         if additivity is None:
-            watched = (model, step.optimizer, batch)
-            with limits.meter(*watched, device=counted_device(model)) as live:
+            there = (model, step.optimizer, batch)
+            with limits.meter(*there, device=counted_device(model)) as live:
                 room = RoomForRows(
                     model,
                     step.loss_fn,
@@ -233,8 +237,10 @@ def measure_sizes(
                     limits.memory_bytes,
                     optimizer=step.optimizer,
                 )
+                if _may_share_passes(step, limits, total):
+                    watched = WatchedPasses(model, room, room_bytes / 6)
                 additivity = additivity_within(
-                    model, step.loss_fn, batch, step.split, room, before.rewind
+                    model, step.loss_fn, batch, step.split, room, before.rewind, watched
                 )
             measuring_bytes = live.peak_bytes
             has_room = (
@@ -242,9 +248,10 @@ def measure_sizes(
                 and room.gradient_rows > 1  # then both passes of several were run
                 and _had_room(measuring_bytes, limits.memory_bytes)
             )
-        room_bytes = _room(model, batch, limits.memory_bytes, cost)
         sampler = _Sampler(step, total, room_bytes, limits.meter, has_room=has_room)
         sampler.least_rows = limits.least_rows or (1 if additivity.adds_up else total)
+        if watched is not None and additivity.adds_up:
+            sampler.known, sampler.has_run_plain = watched.traces, watched.ran_plain
         samples = sampler.samples(limits, additivity)
     if distributed.is_running():
         # ranks measure together, whatever each one's budget is: it is held by the steps alone
@@ -270,6 +277,7 @@ def measure_sizes(
             additivity=additivity,
             splittable=additivity.adds_up,
             measuring_bytes=measuring_bytes,
+            runs_plain=one.runs_plain or sampler.has_run_plain,
         )
         for one in assembled
     ]
@@ -280,6 +288,19 @@ def _unlike_the_last(samples: list[Sample]) -> list[list[Sample]]:
     if len(samples) < 2 or same_structure(samples[-2].trace, samples[-1].trace):
         return []
     return [[samples[-2]]]
+
+
+def _may_share_passes(step: MeasuredStep, limits: MeasuringLimits, total: int) -> bool:
+    """Whether what is run to compare gradients can be what a profile is made of: it is run here, as
+    it was written, and has no more rows than there are.
+    """
+    return (
+        limits.shares_passes
+        and limits.rows is None
+        and total >= MOST_ROWS_IF_READ
+        and not distributed.is_running()
+        and not is_compiled(step.model, step.loss_fn)
+    )
 
 
 def _had_room(peak_bytes: int, memory_bytes: int | None) -> bool:
@@ -311,9 +332,11 @@ def additivity_within(
     split: _Cut | None,
     room: RoomForRows,
     rewind: Callable[[], None],
+    passes: FewRowsPasses | None = None,
 ) -> Additivity:
     """Whether the loss adds up, measured on as many rows as there is room for; the caller puts
-    buffers and generators back, and `rewind` does so in between.
+    buffers and generators back, and `rewind` does so in between. Both passes run in `passes`, else
+    as there is room for.
     """
 
     def backward(loss: torch.Tensor) -> None:
@@ -331,94 +354,8 @@ def additivity_within(
         rewind=rewind,
         finish=finish,
         gradient_rows=room.gradient_rows,
-        passes=room.passes,
+        passes=room if passes is None else passes,
     )
-
-
-class RoomForRows:
-    """How many rows can be run below a budget, by what few take in a forward alone."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: LossFunction,
-        batch: Any,
-        split: _Cut | None,
-        memory_bytes: int | None,
-        *,
-        optimizer: Any = None,
-    ) -> None:
-        self.rows = self.gradient_rows = MOST_ROWS
-        self._quota_bytes = math.inf
-        self._kept_rows = 0  # so many may be run with everything kept
-        if memory_bytes is None:
-            return
-        few = 2 if batch_norms(model) else 1
-        part = next(iter((split or split_batch)(batch, few)))
-        saved = _SavedBytes(model)
-        # FSDP2 lets go of its parameters in the backward pass: here, where there is none, it would
-        # hold them.
-        forward = torch.no_grad() if distributed.is_running() else saved.counted()
-        try:
-            # A compiled one as it was written: code for so few rows is needed nowhere else.
-            with (
-                meter(model, optimizer, batch, device=counted_device(model)) as live,
-                forward,
-                eager_functions(),
-            ):
-                before = live.current_bytes
-                loss_fn(model, unmarked(part))
-        # the user's code, which may need gradients or more rows: measured it will be said
-        except Exception:
-            self.rows = self.gradient_rows = 2
-            return
-        of_row = max(1, live.peak_bytes - before) / few
-        room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
-        self.rows = max(2, min(MOST_ROWS, int(room / of_row)))
-        if distributed.is_running():
-            return
-        room -= _bytes_for_gradients(model)
-        # Where all that autograd saves fits, and the gradients of it, nothing need be rebuilt.
-        self._kept_rows = int(max(0.0, room) / (2 * of_row + saved.nbytes / few))
-        if self._kept_rows >= MOST_ROWS:
-            return
-        # Beside what a row takes in a forward there are its gradients, and what is rebuilt.
-        self._quota_bytes = max(0.0, room) / 6
-        self.gradient_rows = min(self.rows, int(room / (3 * of_row)))
-
-    def passes(self, rows: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """What both passes of so many rows run in: if these do not fit with everything kept,
-        nothing is kept for the backward pass but what leads over from one segment to the next.
-        """
-        if math.isinf(self._quota_bytes) or rows <= self._kept_rows:
-            return kept_passes(rows)
-        return rebuilding(self._quota_bytes)
-
-
-class _SavedBytes:
-    """How much autograd would save beside parameters; what is saved twice counts twice."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.nbytes = 0
-        self._parameters = {storage_key(tensor) for tensor in tensors_in(model)}
-
-    def counted(self) -> saved_tensors_hooks:
-        """Inside, nothing is saved, but counted."""
-        return saved_tensors_hooks(self._count, _nothing_saved)
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        if storage_key(tensor) not in self._parameters:
-            self.nbytes += tensor.nbytes
-
-
-def _nothing_saved(_: None) -> torch.Tensor:
-    raise RuntimeError("Nothing was saved in this forward.")
-
-
-def _bytes_for_gradients(model: torch.nn.Module) -> int:
-    """With one that is about to be added and one that is made from it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return storage_bytes(trained) + 2 * max(parameter.nbytes for parameter in trained)
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -453,11 +390,15 @@ class _Sampler:
         self.has_room = has_room  # one row can be run, and there is room for several
         self.least_rows = 1  # as in `MeasuringLimits`
         self._parts: dict[int, Copies] = {}  # by rows, where cutting makes views
+        self.known: dict[int, Trace] = {}  # by rows, what was watched before
+        self.has_run_plain = False  # some rows, before
 
     def samples(self, limits: MeasuringLimits, additivity: Additivity) -> list[Sample]:
         """The parts that a profile is made of, the largest last."""
         if limits.rows is not None:
             return self.only(limits.rows)
+        if len(self.known) > 1:
+            return self.timed_in_turn(self.watched_again([*map(self.sample, sorted(self.known))]))
         try:
             return self.several_sizes(limits.memory_bytes)
         except Exception as error:
@@ -623,7 +564,9 @@ class _Sampler:
         peak_bytes = 0
         if part is None:
             part = self.part(size)
-        if metered:
+        if size in self.known:
+            trace = self.known.pop(size)
+        elif metered:
             step, device = self.step, counted_device(self.step.model)
             with self.meter(step.model, step.optimizer, step.batch, device=device) as live:
                 trace = self.watch(part)
@@ -640,7 +583,7 @@ class _Sampler:
         any case; others, if the whole batch may not fit with everything kept, which nothing could
         be faster than.
         """
-        if not self.has_room or size == self._first_size:
+        if not self.has_room or (size == self._first_size and not self.has_run_plain):
             return True
         return _plain_bytes(trace) * self.total / traced > self.room_bytes
 

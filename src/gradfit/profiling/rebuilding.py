@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import untraced
+from gradfit.batches.passes import Passes
 from gradfit.tape.rebuild_all import RebuildAll
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.saved_tensors import unpack
@@ -20,8 +21,8 @@ from gradfit.tape.values import Handle, Segment, Tape
 
 
 @contextlib.contextmanager
-def rebuilding(quota_bytes: float) -> Iterator[Callable[[], None]]:
-    """Inside, run a forward and its backward; what this gives is to be called between the two.
+def rebuilding(quota_bytes: float) -> Iterator[Passes]:
+    """Inside, run a forward and its backward.
 
     Args:
         quota_bytes: what is rebuilt at once, about.
@@ -43,4 +44,4 @@ def rebuilding(quota_bytes: float) -> Iterator[Callable[[], None]]:
         policy.end_forward(handle.value for handle in there)
 
     with recorder, saved_tensors_hooks(pack, unpack):
-        yield end_forward
+        yield Passes(end_forward)

@@ -211,7 +211,9 @@ class Trace(OperationListener):
         self._versions: dict[int, list[int]] = {}  # by storage number: its values
         self._watchers: dict[int, _WatchedStorage] = {}
         self._storages = 0
-        self._forward = True
+        self._forward, self._pauses = True, False
+        self.batch_keys: set[int] = set()
+        """The storages of the rows that are run, where these are not the batch's own."""
         self._node: Any = None
         self._nodes: list[Any] = []  # autograd's own, in the order in which they ran
         self._backward_task: int | None = None  # autograd's number for the loss's backward pass
@@ -241,7 +243,7 @@ class Trace(OperationListener):
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
         info = info_of(func)
-        if info.view or copying.now:
+        if info.view or copying.now or self._pauses:
             return func(*args, **kwargs)
         inputs, trackable = self._inputs([args, list(kwargs.values())])
         targets = written_tensors(info, args, kwargs) if info.writes else []
@@ -410,6 +412,16 @@ class Trace(OperationListener):
         if self.after_forward is not None:
             self.after_forward()
             self.after_forward = None
+
+    def end_watched_forward(self) -> None:
+        """The forward is over; what runs from now on, until the backward begins, is neither."""
+        self.finish_forward()
+        self._pauses = True
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """The backward begins, as it does by itself: with a gradient of the loss, 1."""
+        self._pauses = False
+        torch.ones_like(loss)
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches; the loss is gone by then."""
@@ -599,13 +611,15 @@ class Trace(OperationListener):
 
     def unpack(self, value: int | None) -> None:
         """A node asks for a value."""
+        if self._pauses:
+            return
         self._enter_node()
         if value is not None:
             self.nodes[-1].needs.append(value)
 
     def give(self, value: int | None, tensor: torch.Tensor) -> torch.Tensor:
         """It gets it."""
-        if value is not None and tensor.layout is torch.strided:
+        if value is not None and tensor.layout is torch.strided and not self._pauses:
             self._given[storage_key(tensor)] = value
         return tensor
 
