@@ -69,6 +69,8 @@ _DRAWS: dict[Any, tuple[_Shaped, int]] = {
     Tensor.bernoulli_: (_bernoulli, 1),
     Tensor.exponential_: (_exponential, 1),
 }
+_CHANGED = {Tensor.register_hook, F.scaled_dot_product_attention, *_DROPOUTS, *_DRAWS}
+"""Functions of which more is to be said than what numbers they return."""
 _NAMES = {"mean", "std", "low", "high", "p", "lambd", "from", "to"}
 
 
@@ -100,6 +102,11 @@ class QuietRandomness(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _CHANGED:  # all but a few of thousands
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor | tuple):
+                self._note(result)
+            return result
         if func is Tensor.register_hook:
             self.sets_hooks = True
         if func in _DROPOUTS:

@@ -311,6 +311,17 @@ class LimitGuard(Evictor):
     dropped.
     """
 
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As a meter, where there surely is room for what an operation can take."""
+        if not info_of(func).view:
+            most = most_bytes(func, args, kwargs)
+            if most is None or self.current_bytes + most > self.limit_bytes:
+                return super()._observe(func, args, kwargs)
+        out = Meter._observe(self, func, args, kwargs)
+        if self.current_bytes > self.limit_bytes:  # it took more than it can
+            raise self._infeasible(func, 0, self.current_bytes)
+        return out
+
     def _infeasible(self, func: Any, need: int, in_use: int) -> BaseException:
         return LimitRefusal(in_use + need)
 

@@ -21,6 +21,7 @@ from gradfit.tape.operators import info_of
 
 _WIDEST = 16  # bytes of the widest element there is: complex128
 
+_TYPES = {torch.dtype, complex}  # arguments that may make results wider
 _REAL = {torch.float32, torch.float64}
 # operators, beside those that work element by element, whose results are of their arguments' type
 _SAME_TYPE = {
@@ -58,7 +59,8 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     tensors = _tensors(args)
     if not _are_dense(tensors):
         return None
-    return _most_width(args, tensors, keeps_type=keeps_type) * rule(args)
+    number = rule(args)
+    return number * _most_width(args, tensors, keeps_type=keeps_type) if number else 0
 
 
 def _are_dense(tensors: Sequence[torch.Tensor]) -> bool:
@@ -70,7 +72,7 @@ def _most_width(args: Sequence[Any], tensors: Sequence[torch.Tensor], *, keeps_t
     """Bytes of one element of the results, at most."""
     types = {tensor.dtype for tensor in tensors}
     is_plain = keeps_type and types and types <= _REAL
-    if not is_plain or any(type(one) in (torch.dtype, complex) for one in args):
+    if not is_plain or not _TYPES.isdisjoint(map(type, args)):
         return _WIDEST
     return max(dtype.itemsize for dtype in types)
 
@@ -106,7 +108,7 @@ def _broadcast(args: Sequence[Any]) -> int:
 
 
 def _broadcast_size(shapes: Sequence[Sequence[int]]) -> int:
-    if len(shapes) == 1:
+    if all(shape == shapes[0] for shape in shapes[1:]):
         return math.prod(shapes[0])
     return math.prod(map(max, zip_longest(*map(reversed, shapes), fillvalue=1)))
 
@@ -119,7 +121,11 @@ def _product(args: Sequence[Any]) -> int:
 
 def _largest(args: Sequence[Any]) -> int:
     """A sum over nothing is something: so a dimension of 0 counts as one of 1."""
-    return max((math.prod(n or 1 for n in tensor.shape) for tensor in _tensors(args)), default=1)
+    return max((tensor.numel() or _at_least_one(tensor) for tensor in _tensors(args)), default=1)
+
+
+def _at_least_one(tensor: torch.Tensor) -> int:
+    return math.prod(n or 1 for n in tensor.shape)
 
 
 def _sum_of_all(args: Sequence[Any]) -> int:
