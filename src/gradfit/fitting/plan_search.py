@@ -164,6 +164,17 @@ class _StillToDo:
     looks_for_tiles: bool = True
 
 
+class _Measured(NamedTuple):
+    """What was measured last."""
+
+    profile: Profile | None = None
+    unlike: Sequence[Profile] = ()  # of sizes at which other operations were run
+    by_the_way: bool = False  # in passes that were not quite those of a step
+
+    def has(self, profile: Profile) -> bool:
+        return any(profile is one for one in (self.profile, *self.unlike))
+
+
 @dataclasses.dataclass
 class _Search:
     """How far the search for a plan that holds has come."""
@@ -236,8 +247,7 @@ class Planner:
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
-        # the last profile, and those of other sizes, at which other operations were run
-        self._unlike: tuple[Profile | None, list[Profile]] = (None, [])
+        self._measured = _Measured()
         self._is_as_written = False  # compiled functions are not run compiled
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
@@ -938,14 +948,16 @@ class Planner:
 
     def _was_profiled_at(self, micro_batch: int, profile: Profile, batch: Any) -> bool:
         """Whether a profile is of this very size, or there are too few rows for one that is."""
-        return micro_batch == profile.batch_size or micro_batch > self.rows(batch)
+        if micro_batch > self.rows(batch):
+            return True
+        by_the_way = self._measured.by_the_way and self._measured.has(profile)
+        return micro_batch == profile.batch_size and not by_the_way
 
     def _go_by_size(self, micro_batch: int, search: _Search) -> bool:
         """Whether other operations were seen at this very size than a profile has: plan by those
         from now on.
         """
-        measured, others = self._unlike
-        for one in others if search.profile is measured else ():
+        for one in self._measured.unlike if search.profile is self._measured.profile else ():
             if one.batch_size == micro_batch:
                 search.micro_batch, search.profile = micro_batch, one
                 search.timed = self._with_choosing_seconds(one)
@@ -1038,10 +1050,10 @@ class Planner:
         self._progress.begin(f"measuring a step's operations{tiled}")
         loss_fn = with_tiles(self._loss_fn, tiles)
         step = MeasuredStep(self._model, loss_fn, batch, self._optimizer, self.runner.split)
-        is_open = False
+        is_open = by_the_way = False
 
         def measure(limit_bytes: int) -> list[Profile]:
-            nonlocal is_open
+            nonlocal is_open, by_the_way
             bandwidth = self._host_bandwidth()
             is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
             limits = MeasuringLimits(
@@ -1052,6 +1064,7 @@ class Planner:
                 self._least_rows(batch),
                 shares_passes=not self._ahead and self._micro_batch is None and self.exact,
             )
+            by_the_way = limits.shares_passes and self.additivity is None
             with refusing(0):
                 return measure_sizes(step, limits, Additivity(None) if is_open else self.additivity)
 
@@ -1060,7 +1073,7 @@ class Planner:
         if not is_open:
             self.additivity = found[0].additivity
         measured, *others = [self._as_run_here(one, tiles) for one in found]
-        self._unlike = (measured, others)
+        self._measured = _Measured(measured, others, by_the_way)
         return measured
 
     def _as_run_here(self, measured: Profile, tiles: Tiles | None) -> Profile:

@@ -108,7 +108,7 @@ def _broadcast(args: Sequence[Any]) -> int:
 
 
 def _broadcast_size(shapes: Sequence[Sequence[int]]) -> int:
-    if all(shape == shapes[0] for shape in shapes[1:]):
+    if shapes and all(shape == shapes[0] for shape in shapes):
         return math.prod(shapes[0])
     return math.prod(map(max, zip_longest(*map(reversed, shapes), fillvalue=1)))
 
