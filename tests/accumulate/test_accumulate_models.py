@@ -132,7 +132,7 @@ def test_autocast() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     for size in (3, 5):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = model(torch.randn(size, 8)).mean()
         acc.backward(loss, weight=size)
         result = acc.step()

@@ -216,7 +216,7 @@ def test_an_unknown_term_beside_one_that_is_read_is_named() -> None:
 
 def test_under_autocast() -> None:
     layer = torch.nn.Linear(CLASSES, CLASSES)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         assert divisors(F.cross_entropy(layer(scores()), TARGETS)) == [5]
 
 

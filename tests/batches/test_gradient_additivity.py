@@ -136,7 +136,7 @@ def test_few_bits_are_no_reason_to_refuse(seed: int) -> None:
         return F.cross_entropy(model(x).mean(1).float(), batch[1])
 
     def under_autocast(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return loss_fn(model, batch)
 
     assert measured(model, under_autocast).over == "divisor"

@@ -8,6 +8,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -481,6 +482,17 @@ Tensor empty_memory_format(
       c10::dtype_or_default(dtype), format);
 }
 
+// Zeros that take no memory, as tangents in forward mode begin.
+Tensor efficient_zeros(
+    c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
+  at::native::ZeroTensorAllocator none(c10::Device(kType, current_device()));
+  c10::DispatchKeySet keys{c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor};
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(size), &none, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
+
 Tensor empty_strided(
     c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>) {
@@ -679,6 +691,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage", set_storage_whole);
   m.impl("set_.source_Storage_storage_offset", set_storage);
@@ -792,4 +805,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     memory(d).settings.fail_times = times;
   });
   m.def("allocations", [](int d) { return memory(d).allocations(); });
+  m.def("write_down_requests", [](int d, bool on) { return memory(d).write_down(on); });
 }

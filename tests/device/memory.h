@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "streams.h"
@@ -125,6 +126,7 @@ class DeviceMemory {
     if (!block) out_of_memory(requested);
     block = take(block, size, requested);
     blocks_[block->ptr] = block;
+    note(block->ptr, requested);
     if (settings.poison) current_stream(index_).in_order([this, p = block->ptr, requested] {
       std::memset(space.for_kernels(p), 0xFF, requested);
     });
@@ -204,6 +206,14 @@ class DeviceMemory {
     stats_.num_alloc_retries = stats_.num_ooms = 0;
   }
   int64_t allocations() const { return count_; }
+
+  // From now on what is asked for and free again: address, and bytes (-1: free). Gives what there was till now.
+  using Requests = std::vector<std::pair<size_t, int64_t>>;
+  Requests write_down(bool on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    writes_down_ = on;
+    return std::exchange(requests_, {});
+  }
   size_t reserved() const { return reserved_; }
 
  private:
@@ -219,6 +229,10 @@ class DeviceMemory {
   static void decrease(StatArray& stat, const Block* b, size_t n) {
     stat[0].decrease(n);
     stat[b->pool->small ? 1 : 2].decrease(n);
+  }
+
+  void note(const void* ptr, int64_t bytes) {
+    if (writes_down_) requests_.push_back({static_cast<const char*>(ptr) - space.base(), bytes});
   }
 
   bool refuse() {
@@ -304,6 +318,7 @@ class DeviceMemory {
   }
 
   void free_block(Block* block) {
+    note(block->ptr, -1);
     decrease(stats_.active, block, 1);
     decrease(stats_.active_bytes, block, block->size);
     merge(block, block->prev);
@@ -517,6 +532,8 @@ class DeviceMemory {
   std::map<size_t, size_t> ranges_;  // free addresses: start and length
   size_t reserved_ = 0;
   int64_t count_ = 0;
+  bool writes_down_ = false;
+  Requests requests_;
   Stats stats_;
 };
 

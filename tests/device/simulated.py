@@ -158,17 +158,43 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 # What only the tests ask for.
 
 
+class _History:
+    """As `torch.cuda.memory`: what the allocators were asked for, while that is recorded."""
+
+    def __init__(self) -> None:
+        self._traces: list[list[dict[str, Any]]] = [[] for _ in range(DEVICES)]
+
+    def _record_memory_history(
+        self, enabled: str | None = "all", *, context: str | None = "all", clear_history: bool
+    ) -> None:
+        for index, trace in enumerate(self._traces):
+            _native.write_down_requests(index, enabled is not None)
+            if clear_history or enabled is None:
+                trace.clear()
+
+    def _snapshot(self) -> dict[str, Any]:
+        for index, trace in enumerate(self._traces):
+            for address, size in _native.write_down_requests(index, True):
+                action = "free_completed" if size < 0 else "alloc"
+                trace.append({"action": action, "addr": address, "size": size})
+        return {"segments": _all_segments(), "device_traces": [list(one) for one in self._traces]}
+
+
+def _all_segments() -> list[dict[str, Any]]:
+    return [segment for index in range(DEVICES) for segment in _native.snapshot(index)]
+
+
 def say_what_is_reserved(on: bool) -> None:
-    """As CUDA, which tells its segments, or, as from the beginning, like backends that do not.
+    """As CUDA, which tells its segments and what was asked for, or, as from the beginning, like
+    backends that do not.
 
     Where it is told a budget is about segments, of 2 MiB and more: too coarse for small models.
     """
-    if on:
-        globals()["memory_snapshot"] = lambda: [
-            segment for index in range(DEVICES) for segment in _native.snapshot(index)
-        ]
-    else:
-        globals().pop("memory_snapshot", None)
+    told = {"memory_snapshot": _all_segments, "memory": _History()}
+    for name, value in told.items():
+        globals().pop(name, None)
+        if on:
+            globals()[name] = value
 
 
 def settings() -> Any:

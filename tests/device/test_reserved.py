@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from test_on_device import a_batch, mean_loss, network
+from torch import nn
 
 import gradfit as gf
-from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord
+from gradfit.fitting.update_requests import UpdateSizes
 from gradfit.profiling.meter import Meter
 
 pytestmark = pytest.mark.on_device
@@ -61,7 +63,7 @@ def test_the_sequence_of_a_pass_predicts_the_counter_to_the_byte(sim: Any) -> No
     with live:
         loss.backward()
         del loss
-    predicted = record.reserved_bytes(UpdateSizes((), (), 0, 0), copied=False)
+    predicted = record.reserved_bytes(UpdateSizes([], [], 0, 0), copied=False)
     assert predicted + others == peak_reserved()
     model.zero_grad()
 
@@ -108,6 +110,41 @@ def test_the_counter_is_never_above_the_budget(sim: Any, optimizer: str, share: 
         torch.equal(a.detach().cpu(), b) for a, b in zip(model.parameters(), expected, strict=True)
     )
     assert torch.sim.get_per_process_memory_fraction(0) == 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "capturable"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_counter_is_what_was_predicted(sim: Any, optimizer: str, dropout: float) -> None:
+    """Also where the first update's state lies between what the passes have left free, and where
+    kernels take memory inside of an operation.
+    """
+    model, batch = attending(dropout), torch.randn(24, 24, 16)
+    stepper = STEPPERS[optimizer](model.parameters())
+    step = gf.fit(
+        model, stepper, square_loss, batch, "4 MiB", micro_batch="whole", reproducible=True
+    )
+    others = bytes_of_others(model, stepper, batch)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    for _ in range(3):
+        assert step(batch).attempts == 1
+    assert peak_reserved() - others == step.plan.reserved_bytes
+
+
+STEPPERS = OPTIMIZERS | {"capturable": lambda p: torch.optim.AdamW(p, capturable=True)}
+
+
+def attending(dropout: float) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.TransformerEncoderLayer(16, 2, 64, dropout, batch_first=True, norm_first=True)
+        for _ in range(3)
+    ]
+    return nn.Sequential(*layers, nn.Linear(16, 16))
+
+
+def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
 
 
 def test_what_others_hold_is_beside_the_budget(sim: Any) -> None:

@@ -193,3 +193,24 @@ def test_two_devices_have_generators_of_their_own() -> None:
     first, second = torch.rand(3, device="sim:0"), torch.rand(3, device="sim:1")
     assert torch.equal(first.cpu(), second.cpu())
     assert not torch.equal(torch.rand(3, device="sim:0").cpu(), first.cpu())
+
+
+def test_zeros_without_memory_are_of_the_device() -> None:
+    """Tangents in forward mode begin so."""
+    zeros = torch._efficientzerotensor((3,))  # type: ignore[attr-defined]
+    assert (zeros.device.type, zeros._is_zerotensor()) == ("sim", True)
+    assert torch.equal((zeros + torch.ones(3)).cpu(), torch.ones(3, device="cpu"))
+
+
+def test_the_history_has_what_kernels_take_inside(sim) -> None:
+    sim.say_what_is_reserved(True)
+    try:
+        q = torch.ones(2, 4, 8)
+        sim.memory._record_memory_history("all", context=None, clear_history=True)
+        nn.functional.scaled_dot_product_attention(q, q, q)
+        trace = sim.memory._snapshot()["device_traces"][0]
+        sim.memory._record_memory_history(None, clear_history=True)
+        assert sum(entry["action"] == "alloc" for entry in trace) > 1
+        assert not any(sim.memory._snapshot()["device_traces"])
+    finally:
+        sim.say_what_is_reserved(False)

@@ -373,7 +373,7 @@ def test_autocast_and_its_cache() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         x = torch.randn(4, 8)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             with scope("a"):
                 h = layer(x)
             with scope("b"):
@@ -388,7 +388,7 @@ def test_autocast_and_its_cache() -> None:
 def test_backward_inside_autocast() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             with scope("a"):
                 loss = layer(torch.randn(4, 8)).float().square().sum()
             loss.backward()
@@ -401,7 +401,7 @@ def test_autocast_inside_a_scope() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         with scope("a"):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 h = layer(torch.randn(4, 8))
             loss = h.float().exp().square().sum()
         loss.backward()

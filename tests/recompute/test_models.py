@@ -36,7 +36,9 @@ def run(name: str, kind: str, where: str) -> Result:
         gf.CheckpointScope("all") if where in ("whole", "nested") else contextlib.nullcontext()
     )
     cast: Any = (
-        torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext()
+        torch.autocast(torch.get_default_device().type, torch.bfloat16)
+        if kind == "autocast"
+        else contextlib.nullcontext()
     )
     torch.manual_seed(1)
     with whole, cast:

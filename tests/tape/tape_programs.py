@@ -294,7 +294,7 @@ def inference_island(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
 
 @operation
 def autocast_island(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         product = a.float() @ b.float().t()
         product = product @ a.float()
     return product.to(a.dtype).tanh()

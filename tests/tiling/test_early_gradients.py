@@ -209,7 +209,7 @@ def test_autocast_is_no_further_from_float64(name: str, visits: list[int]) -> No
 
     def run(model: nn.Module) -> dict[str, Tensor]:
         model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(TOKENS_IN.device.type, dtype=torch.bfloat16):
             value = loss(model(TOKENS_IN))
         (value / 3).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

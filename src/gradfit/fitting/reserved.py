@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
 
-from gradfit._torch_distributed import local_part
+from gradfit._torch_memory_history import RequestHistory, Requests
+from gradfit.fitting.update_requests import Update, named
 from gradfit.planning.allocator import (
     AllOnPaper,
     CachingAllocator,
@@ -28,53 +27,9 @@ from gradfit.planning.allocator import (
 from gradfit.profiling.meter import tensors_in
 from gradfit.units import NO_BUDGET
 
-Events = list[tuple[int, int, int]]
-# Names of what is on paper alone; storages have positive ones.
-_BESIDE, _STATES, _COPIES, _TEMPORARIES = -1, -(1 << 40), -(2 << 40), -(3 << 40)
+# Names of what is on paper alone; what was asked for has positive ones.
+_BESIDE, _COPIES = -1, -(2 << 40)
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class UpdateSizes:
-    """What an update allocates: (bytes, device) of each parameter and state, and the totals."""
-
-    parameters: Sequence[tuple[int, int]]
-    states: Sequence[tuple[int, int]]
-    waiting_bytes: int  # of state that the first update makes
-    burst_bytes: int  # of temporaries
-
-    @staticmethod
-    def of(model: torch.nn.Module, optimizer: Any, waiting: int, burst: int) -> UpdateSizes:
-        trained = [local_part(p) for p in model.parameters() if p.requires_grad]
-        states = tensors_in(list(getattr(optimizer, "state", {}).values()))
-        return UpdateSizes(
-            sorted(((t.nbytes, t.get_device()) for t in trained), reverse=True),
-            [(t.nbytes, t.get_device()) for t in states],
-            waiting,
-            burst,
-        )
-
-    def new_states(self) -> list[tuple[int, int]]:
-        """As large as the parameters they belong to, as often as the bytes go."""
-        return _pieces(self.parameters, self.waiting_bytes)
-
-    def temporaries(self) -> list[tuple[int, int]]:
-        return _pieces(self.parameters, self.burst_bytes)
-
-    def copies(self) -> list[tuple[int, int]]:
-        """What an update copies to go back to."""
-        return [*self.parameters, *self.states, *self.new_states()]
-
-
-def _pieces(sizes: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
-    """So many bytes in pieces of these sizes, over and over, the last one smaller."""
-    pieces: list[tuple[int, int]] = []
-    for nbytes, device in cycle([one for one in sizes if one[0]]):
-        if total <= 0:
-            break
-        pieces.append((min(nbytes, total), device))
-        total -= nbytes
-    return pieces
 
 
 class ReservedMemory:
@@ -85,7 +40,7 @@ class ReservedMemory:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = sorted(devices, key=lambda device: device.index)
+        self.devices = sorted(devices, key=lambda device: device.index)
         self._resident: int | None = None  # rounded bytes of model and optimizer, once final
 
     def segments(self) -> dict[int, list[Mapping[str, Any]]] | None:
@@ -93,7 +48,7 @@ class ReservedMemory:
         nothing.
         """
         by_device: dict[int, list[Mapping[str, Any]]] = {}
-        for device in self._devices:
+        for device in self.devices:
             segments = [one for one in _snapshot_of(device) if one["device"] == device.index]
             if not segments:
                 return None
@@ -112,7 +67,7 @@ class ReservedMemory:
     def _is_on_one(self, tensor: torch.Tensor) -> bool:
         """Whether it is on one of the model's devices."""
         kind, index = tensor.device.type, tensor.device.index
-        return any((kind, index) == (device.type, device.index) for device in self._devices)
+        return any((kind, index) == (device.type, device.index) for device in self.devices)
 
     def capped(
         self, budget_bytes: int, batch: Any, resident: Callable[[], Any], *, final: bool
@@ -165,9 +120,9 @@ class ReservedMemory:
 
     def _capped_device(self, budget_bytes: int) -> torch.device | None:
         """The one device that a cap can hold to the budget."""
-        if len(self._devices) != 1 or budget_bytes >= NO_BUDGET:
+        if len(self.devices) != 1 or budget_bytes >= NO_BUDGET:
             return None
-        return self._devices[0] if _has_cap(self._devices[0]) else None
+        return self.devices[0] if _has_cap(self.devices[0]) else None
 
     def _rounded_resident(self, resident: Callable[[], Any], *, final: bool) -> int:
         if self._resident is not None:
@@ -178,18 +133,28 @@ class ReservedMemory:
 
 
 class TrialRecord:
-    """Writes down what a trial allocates and frees, and follows it on paper.
+    """Writes down what a trial asks its devices' allocators for, and follows it on paper. A
+    context; it need not begin.
 
     Args:
         memory: where it runs.
     """
 
     def __init__(self, memory: ReservedMemory) -> None:
-        self.events: Events | None = None  # for the trial's meters; None where it is of no use
+        self.events: Requests | None = None  # for the trial's meters; None where it is of no use
         self._memory = memory
+        self._beside: Requests = []
         self._before: dict[int, list[Mapping[str, Any]]] | None = None
         self._own_bytes = 0
+        self._at_reading: int | None = None  # so many requests come before it
+        self._history = RequestHistory(memory.devices)
         self.begun = False
+
+    def __enter__(self) -> TrialRecord:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def begin(self, *resident: Any, beside: Iterable[int]) -> None:
         """Before the first pass, which begins with an empty cache.
@@ -204,21 +169,36 @@ class TrialRecord:
         torch.accelerator.empty_cache()
         self._before = self._memory.segments()
         self._own_bytes = self._memory.rounded_bytes(*resident)
-        self.events = []
         if self._before:
             first = next(iter(self._before))
-            self.events += _named([(nbytes, first) for nbytes in beside], _BESIDE)
+            self._beside = named([(nbytes, first) for nbytes in beside], _BESIDE)
+        self.events = [*self._beside]
+        self._history.begin()
 
     @property
     def is_followed(self) -> bool:
         """Whether an allocator says what it has reserved."""
         return self._memory.segments() is not None
 
-    def reserved_bytes(self, update: UpdateSizes, *, copied: bool) -> int:
+    def reading(self) -> None:
+        """The passes are over; what is freed from now on is what a step holds until its numbers are
+        read, when its update was launched.
+        """
+        self._at_reading = len(self._beside) + self._history.so_far()
+
+    def end(self) -> None:
+        """What the allocators say has in it what meters do not see: what
+        kernels take inside of operations.
+        """
+        requests = self._history.end()
+        if requests is not None:
+            self.events = [*self._beside, *requests]
+
+    def reserved_bytes(self, update: Update, *, copied: bool) -> int:
         """The most bytes reserved in two steps, without what others hold; 0 if it is not known.
 
         Args:
-            update: what the update allocates.
+            update: what the update asks for.
             copied: whether a copy to go back to is made first.
         """
         if self._before is None or self.events is None:
@@ -226,14 +206,12 @@ class TrialRecord:
         allocators = {index: _on_paper(segments) for index, segments in self._before.items()}
         others = sum(one.allocated_bytes for one in allocators.values()) - self._own_bytes
         paper = AllOnPaper(allocators)
-        states = _named(update.new_states(), _STATES)
-        copies = _named(update.copies(), _COPIES) if copied else []
-        temporaries = _named(update.temporaries(), _TEMPORARIES)
-        for new_states in (states, []):
-            paper.follow(self.events)
-            paper.follow(copies)
-            paper.follow([*new_states, *temporaries])
-            paper.free(keep={name for name, *_ in states})
+        for number in range(2):
+            paper.follow(self.events[: self._at_reading])
+            paper.follow(named(update.copies(number), _COPIES) if copied else [])
+            paper.follow(self.events[self._at_reading :] if self._at_reading is not None else [])
+            paper.follow(update.requests(number))
+            paper.free(keep=update.stays)
         return paper.peak_reserved_bytes - max(0, others)
 
 
@@ -257,8 +235,3 @@ def _on_paper(segments: Sequence[Mapping[str, Any]]) -> CachingAllocator:
     allocator = ExpandableAllocator() if expandable else CachingAllocator()
     allocator.load(segments)
     return allocator
-
-
-def _named(sizes: Iterable[tuple[int, int]], first: int) -> Events:
-    """Allocations of these sizes, with names that no storage has: counting down from `first`."""
-    return [(first - place, nbytes, device) for place, (nbytes, device) in enumerate(sizes)]

@@ -28,8 +28,9 @@ from gradfit.batches.weights import BatchWeights
 from gradfit.devices import counted_device, free_cached_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.modes import Planned, WithinLimit
-from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord
 from gradfit.fitting.tested_plan import TestedPlan
+from gradfit.fitting.update_requests import DeviceUpdates
 from gradfit.profiling.meter import Meter, meter
 from gradfit.recompute.evict import LimitGuard, LimitRefusal
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
@@ -76,6 +77,7 @@ class Trials:
         """Where the last trial left its plan."""
         self._runner, self._optimizer, self._model = runner, optimizer, runner.model
         self._limit_bytes, self._reserved, self._weights = limit_bytes, reserved, weights
+        self._updates = DeviceUpdates(runner.model, optimizer, reserved.devices, limit_bytes)
 
     def try_out(
         self,
@@ -99,9 +101,13 @@ class Trials:
             record = TrialRecord(self._reserved)
             trial = _Trial(self._runner, self._optimizer, untested, batch, before, record)
             try:
-                if online_bytes is not None:
-                    return trial.run_online(online_bytes)
-                return trial.run_planned(most_bytes, self._weights(untested.plan.batch_size))
+                with record:
+                    if online_bytes is not None:
+                        trial.run_online(online_bytes)
+                    else:
+                        trial.run_planned(most_bytes, self._weights(untested.plan.batch_size))
+                    trial.read_losses()
+                return trial.tested(self._updates)
             except Exception as error:
                 if not _is_answer(error):
                     raise
@@ -146,17 +152,18 @@ class _Trial:
         self._waiting_bytes = max(0, profile.optimizer_bytes - state_bytes(optimizer))
         self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
         self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
+        self._rest_bytes = 0  # of the batch, which a trial does not hold
+        self._losses: list[torch.Tensor] = []  # which a step holds until it has read them
         self._data_reads = LooksAtData()
 
     # -- which micro-batches ----------------------------------------------------------------------
 
-    def run_online(self, limit_bytes: int) -> TestedPlan:
+    def run_online(self, limit_bytes: int) -> None:
         """Each micro-batch, evicting as memory fills up."""
         for cut in self._runner.cut(self._batch, self._plan.micro_batch):
             self._run(cut, None, lambda part, beside: self._evict(part, limit_bytes, beside))
-        return self._tested()
 
-    def run_planned(self, most_bytes: int | None, weights: BatchWeights) -> TestedPlan:
+    def run_planned(self, most_bytes: int | None, weights: BatchWeights) -> None:
         """As most of a step's micro-batches are; or the first two."""
 
         def follow(part: Part, beside: int) -> None:
@@ -167,11 +174,10 @@ class _Trial:
             with _gradients_there(self._model) as gradients:
                 self._run(others[-1], most_bytes, follow)
                 if gradients.all_were_added_to():
-                    return self._tested()
+                    return
             self._passes_bytes = 0  # with gradients that a step does not have
         for part in (first, *others):
             self._run(part, most_bytes, follow)
-        return self._tested()
 
     def _two_full_parts(self) -> Iterator[Any]:
         """The first two parts; the first again where the second has fewer rows, which would have to
@@ -207,13 +213,15 @@ class _Trial:
         held = meter(content, device=self._device).current_bytes
         rest = max(0, self._batch_bytes - held)
         if not self._record.begun:  # a step, too, has copies of the buffers to go back to
-            self._record.begin(*resident, self._before.buffers, beside=_beside_trial(rest))
+            beside_trial = _beside_trial(rest, self._plan.steps)
+            self._record.begin(*resident, self._before.buffers, beside=beside_trial)
         beside = self._waiting_bytes + rest
         limit = None if most_bytes is None else most_bytes - beside
         live = meter_below(limit)(*resident, device=self._device)
         live.events = self._record.events
         with refusing(beside), live:
             both_passes(Part(0, size, content), beside)
+        self._rest_bytes = rest
         self._passes_bytes = max(self._passes_bytes, live.peak_bytes + rest)
         self._update_bytes = live.current_bytes + rest + self._burst_bytes
 
@@ -231,6 +239,7 @@ class _Trial:
         del part_loss
         unrecorded = mode.followed.rest
         torch.autograd.backward(loss)
+        self._losses.append(loss.detach())
         self._saved_bytes = max(self._saved_bytes, unrecorded.saved_bytes)
         self._asked = max(self._asked, unrecorded.last_rebuilt)
 
@@ -244,19 +253,41 @@ class _Trial:
 
     # -- what it has shown ------------------------------------------------------------------------
 
-    def _tested(self) -> TestedPlan:
-        sizes = UpdateSizes.of(self._model, self._optimizer, self._waiting_bytes, self._burst_bytes)
-        reserved = self._record.reserved_bytes(sizes, copied=False)
+    def read_losses(self) -> None:
+        """The passes are over, and a step has launched its update."""
+        self._record.reading()
+        self._losses.clear()
+
+    def tested(self, updates: DeviceUpdates) -> TestedPlan:
+        """The plan, with what it took; `updates` says what comes after the passes."""
+        reserved, copied = self._reserved_bytes(updates)
         peak = max(self._passes_bytes, self._update_bytes) + self._waiting_bytes
         return dataclasses.replace(
             self._untested,
             plan=dataclasses.replace(self._plan, reserved_bytes=reserved),
             peak_bytes=max(peak, reserved),
             reserved_bytes=reserved,
-            copied_reserved_bytes=self._record.reserved_bytes(sizes, copied=True),
+            copied_reserved_bytes=copied,
             saved_bytes=self._saved_bytes,
             asked=self._asked,
             reads_data=self._data_reads.reads_data,
+        )
+
+    def _reserved_bytes(self, updates: DeviceUpdates) -> tuple[int, int]:
+        """Without a copy to go back to, and with one; 0 where no allocator is followed."""
+        if not self._record.events:
+            return 0, 0
+        drop_gradients(self._model)
+        live = meter(self._model, self._optimizer, device=self._device).current_bytes
+        update = updates.of(
+            self._plan.update_groups,
+            self._waiting_bytes,
+            self._burst_bytes,
+            live + self._rest_bytes,
+        )
+        record = self._record
+        return record.reserved_bytes(update, copied=False), record.reserved_bytes(
+            update, copied=True
         )
 
 
@@ -288,11 +319,11 @@ def _gradients_there(model: torch.nn.Module) -> Iterator[_GradientsThere]:
         drop_gradients(model)
 
 
-def _beside_trial(batch_bytes: int) -> list[int]:
+def _beside_trial(batch_bytes: int, parts: int) -> list[int]:
     """Bytes of what a step holds and a trial does not: the batch's rest, and the numbers of its
-    parts.
+    parts, if there are several.
     """
-    return [batch_bytes, *[_NUMBER_BYTES] * _NUMBERS_AT_ONCE]
+    return [batch_bytes, *[_NUMBER_BYTES] * (_NUMBERS_AT_ONCE if parts > 1 else 0)]
 
 
 def _is_answer(error: Exception) -> bool:

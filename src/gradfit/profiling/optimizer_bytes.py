@@ -287,6 +287,22 @@ def probe_of(
     return probe
 
 
+def probe_of_all(optimizer: Any, pairs: Mapping[torch.Tensor, torch.nn.Parameter]) -> Any:
+    """A copy of the optimizer with all its groups, of stand-ins for these parameters, that has not
+    stepped yet.
+
+    Args:
+        optimizer: what is copied.
+        pairs: each parameter that is stepped, and its stand-in.
+    """
+    probe = probe_of(optimizer, {}, [*pairs.values()], [*pairs])
+    probe.param_groups = [
+        {**group, "params": [pairs.get(one, one) for one in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return probe
+
+
 def _parameters_by_id(optimizer: Any) -> dict[int, torch.Tensor]:
     """All that an optimizer steps, as what `copy.deepcopy` is not to copy."""
     return {

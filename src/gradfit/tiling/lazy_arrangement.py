@@ -164,6 +164,7 @@ def _row_index(lazy: LazyLogits, rows: list[Any], words: slice) -> Any:
 
 def _picked_words(lazy: LazyLogits, rows: list[Any], words: Tensor) -> Any:
     """The same few words of all rows, `x[..., words]`, or a word of each, `x[rows, words]`."""
+    words = words.to(lazy.device)  # indices may be on the CPU, and a list's are
     tensors = [item for item in rows if isinstance(item, Tensor)]
     if not tensors:
         few = 2 * words.numel() <= lazy.shape[-1] and words.dim() == 1

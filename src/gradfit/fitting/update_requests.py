@@ -1,0 +1,255 @@
+"""What an update asks a device's allocator for, in its order: found by stepping a copy of the
+optimizer, whose stand-ins take the place of the gradients.
+
+Where the optimizer's state comes to lie, between what a step's passes have left free, decides what
+the next step finds: sizes alone do not say it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Protocol
+
+import torch
+
+from gradfit import _torch_distributed as distributed
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_distributed import local_part
+from gradfit._torch_memory_history import RequestHistory, Requests
+from gradfit.accumulate.scaling import norm_on_device
+from gradfit.batches.model_tree import ModelTree
+from gradfit.devices import free_cached_memory
+from gradfit.fitting.grouped_step import GroupedStep
+from gradfit.profiling.meter import tensors_in
+from gradfit.profiling.optimizer_bytes import probe_of_all
+
+Sizes = list[tuple[int, int]]  # bytes and device
+# Names of what is on paper alone, counting down; those of the passes are positive.
+_STATES, _TEMPORARIES, _ASKED = -(1 << 40), -(3 << 40), -(1 << 60)
+
+
+class Update(Protocol):
+    """What the first update asks for (0), and each later one (1)."""
+
+    def copies(self, number: int) -> Sizes:
+        """What is copied before, to go back to."""
+
+    def requests(self, number: int) -> Requests:
+        """What it asks for and gives back."""
+
+    @property
+    def stays(self) -> Container[int]:
+        """Names of what stays: the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class UpdateSizes:
+    """An update of which only sizes are known: as large as its parameters, again and again.
+
+    Attributes:
+        parameters: (bytes, device) of each.
+        states: of those that there are.
+        waiting_bytes: of state that the first update makes.
+        burst_bytes: of temporaries.
+    """
+
+    parameters: Sizes
+    states: Sizes
+    waiting_bytes: int
+    burst_bytes: int
+
+    @staticmethod
+    def of(model: torch.nn.Module, optimizer: Any, waiting: int, burst: int) -> UpdateSizes:
+        return UpdateSizes(_sizes_of(_trained_in(model)), _states_of(optimizer), waiting, burst)
+
+    def copies(self, number: int) -> Sizes:
+        return [*self.parameters, *self.states, *(self._new_states() if number else ())]
+
+    def requests(self, number: int) -> Requests:
+        states = [] if number else named(self._new_states(), _STATES)
+        temporaries = _pieces(sorted(self.parameters, reverse=True), self.burst_bytes)
+        return [*states, *named(temporaries, _TEMPORARIES)]
+
+    @property
+    def stays(self) -> Container[int]:
+        return {name for name, *_ in named(self._new_states(), _STATES)}
+
+    def _new_states(self) -> Sizes:
+        """As large as the parameters they belong to, as often as the bytes go."""
+        return _pieces(sorted(self.parameters, reverse=True), self.waiting_bytes)
+
+
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """An update whose requests were recorded.
+
+    Attributes:
+        parameters: (bytes, device) of each.
+        states: of the optimizer's, when it has them all.
+        first: what the update asks for that makes the state; None if it is there.
+        later: each other one.
+    """
+
+    parameters: Sizes
+    states: Sizes
+    first: Requests | None
+    later: Requests
+
+    def copies(self, number: int) -> Sizes:
+        has_state = number or self.first is None
+        return [*self.parameters, *(self.states if has_state else ())]
+
+    def requests(self, number: int) -> Requests:
+        return self.later if number or self.first is None else self.first
+
+    @property
+    def stays(self) -> Container[int]:
+        held: set[int] = set()
+        for name, nbytes, _ in self.first or ():
+            (held.add if nbytes >= 0 else held.discard)(name)
+        return held
+
+
+class DeviceUpdates:
+    """What a model's updates ask their devices for; each kind of update is recorded once.
+
+    Args:
+        model: whose parameters are trained.
+        optimizer: theirs.
+        devices: the model's.
+        limit_bytes: what a step may take: recording takes no more.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        devices: Sequence[torch.device],
+        limit_bytes: int,
+    ) -> None:
+        self._model, self._optimizer, self._devices = model, optimizer, devices
+        self._limit_bytes = limit_bytes
+        # by groups, bytes that are trained, and whether the first is meant, which makes the state
+        self._known: dict[tuple[tuple[int, ...], int, bool], RecordedUpdate | None] = {}
+
+    def of(self, groups: tuple[int, ...], waiting: int, burst: int, live_bytes: int) -> Update:
+        """As a copy of the optimizer does it; by sizes alone where the budget has no room for that
+        copy.
+
+        Args:
+            groups: that it is run in.
+            waiting: bytes of state that the first update makes.
+            burst: bytes of temporaries.
+            live_bytes: of all that is there in an update.
+        """
+        by_size = UpdateSizes.of(self._model, self._optimizer, waiting, burst)
+        changed = sum(nbytes for nbytes, _ in by_size.parameters)
+        there = sum(nbytes for nbytes, _ in by_size.states)
+        key = (groups, changed, waiting > 0)
+        if key not in self._known:
+            taken = live_bytes + changed + max(waiting, there) + burst
+            self._known[key] = None
+            if taken <= self._limit_bytes and not distributed.is_running():
+                self._known[key] = self._recorded(groups, has_state=not waiting)
+        return self._known[key] or by_size
+
+    def _recorded(self, groups: Sequence[int], *, has_state: bool) -> RecordedUpdate | None:
+        """None where nobody says what was asked for, or memory runs out."""
+        history = RequestHistory(self._devices)
+        of_what = (self._model, self._optimizer, groups, history)
+        try:
+            return recorded_update(*of_what, has_state=has_state)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+        free_cached_memory()
+        return None
+
+
+def recorded_update(
+    model: torch.nn.Module,
+    optimizer: Any,
+    groups: Sequence[int],
+    history: RequestHistory,
+    *,
+    has_state: bool,
+) -> RecordedUpdate | None:
+    """Step a copy of the optimizer twice, in these groups; None where that is not recorded.
+
+    It takes as much as the parameters and the optimizer's state once more. Nothing is changed.
+
+    Args:
+        model: whose parameters are trained.
+        optimizer: theirs.
+        groups: as `GroupedStep` takes them; empty: as the optimizer does it.
+        history: of the devices.
+        has_state: the optimizer has its state already.
+    """
+    pairs = {parameter: _stand_in(parameter) for parameter in _trained_in(model)}
+    probe = probe_of_all(optimizer, pairs)
+    found: list[Requests] = []
+    for _ in range(2):
+        history.begin()
+        try:
+            _step(probe, groups, [*pairs.values()])
+        finally:
+            requests = history.end()
+        if requests is None:
+            return None
+        found.append([(_ASKED - at, nbytes, device) for at, nbytes, device in requests])
+    return RecordedUpdate(
+        _sizes_of([*pairs]), _states_of(probe), None if has_state else found[0], found[1]
+    )
+
+
+def _stand_in(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """With a gradient in the same memory: what is in them is of no interest."""
+    stand_in = torch.nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
+    stand_in.grad = stand_in.detach()
+    return stand_in
+
+
+def _step(probe: Any, groups: Sequence[int], stand_ins: list[torch.nn.Parameter]) -> None:
+    """As in a step, which begins with the norm."""
+    with torch.no_grad():
+        norm_on_device([one.grad for one in stand_ins if one.grad is not None])
+        if groups:
+            with GroupedStep(probe, groups):
+                probe.step()
+        else:
+            probe.step()
+
+
+def _trained_in(model: torch.nn.Module) -> list[torch.Tensor]:
+    """In the order in which a step copies them."""
+    return [parameter for parameter in ModelTree(model).parameters if parameter.requires_grad]
+
+
+def _states_of(optimizer: Any) -> Sizes:
+    """Of what the optimizer holds."""
+    return _sizes_of([*tensors_in(list(getattr(optimizer, "state", {}).values()))])
+
+
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> Sizes:
+    parts = [*map(local_part, tensors)]
+    return [(part.nbytes, part.get_device()) for part in parts]
+
+
+def _pieces(sizes: Sizes, total: int) -> Sizes:
+    """So many bytes in pieces of these sizes, over and over, the last one smaller."""
+    pieces: Sizes = []
+    for nbytes, device in cycle([one for one in sizes if one[0]]):
+        if total <= 0:
+            break
+        pieces.append((min(nbytes, total), device))
+        total -= nbytes
+    return pieces
+
+
+def named(sizes: Sizes, first: int) -> Requests:
+    """Allocations of these sizes, with names that no storage has: counting down from `first`."""
+    return [(first - place, nbytes, device) for place, (nbytes, device) in enumerate(sizes)]
