@@ -158,6 +158,8 @@ class TestWindow:
 class Wrapper:
     """As accelerate's and Lightning's are: it steps only when its own loop says so."""
 
+    __module__ = "accelerate.optimizer"
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
@@ -166,6 +168,47 @@ class Wrapper:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+
+
+class Averaging:
+    """As a Lookahead: its own step does more than that of the optimizer that it holds."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        with torch.no_grad():
+            for slow, fast in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class Held(torch.optim.Optimizer):
+    """As `SAM` and schedulers' wrappers: it steps another one, under any name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
+class Asserting(torch.optim.SGD):
+    """It says only when it is stepped that it wants a closure."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "this one needs a closure"
 
 
 class Duck:
@@ -185,6 +228,30 @@ class TestOptimizers:
         wrapped = Wrapper(Wrapper(torch.optim.SGD(model.parameters(), lr=0.5)))
         assert fitted(model, optimizer=wrapped)(data).stepped
         assert_parameters(model, expected)
+
+    def test_one_with_a_step_of_its_own_is_not_taken_apart(self) -> None:
+        """Its slow weights were left out, and nobody said so."""
+        model = network()
+        optimizer = Averaging(torch.optim.SGD(model.parameters(), lr=0.5))
+        before = [p.detach().clone() for p in (*model.parameters(), *optimizer.slow)]
+        optimizer.slow = [p + 1 for p in optimizer.slow]
+        with pytest.raises(gf.MisuseError, match=r"Averaging.*GradientAccumulator\(optimizer\)"):
+            fitted(model, optimizer=optimizer)
+        now = [*model.parameters(), *(p - 1 for p in optimizer.slow)]
+        assert all(map(torch.equal, now, before))
+        assert not optimizer.steps
+
+    def test_what_an_optimizer_inside_of_another_holds_is_counted(self) -> None:
+        model, other = network(), network()
+        plain = fitted(other, optimizer=torch.optim.AdamW(other.parameters(), lr=0.1))
+        held = fitted(model, optimizer=Held(model.parameters()))
+        assert held.profile.optimizer_bytes == plain.profile.optimizer_bytes > 0
+        assert held(batch()).peak_bytes <= held.budget_bytes
+
+    def test_one_that_fails_without_a_closure_is_refused(self) -> None:
+        model = network()
+        with pytest.raises(gf.MisuseError, match=r"AssertionError.*needs a closure"):
+            fitted(model, optimizer=Asserting(model.parameters(), lr=0.5))
 
     def test_one_of_another_model_is_refused(self) -> None:
         with pytest.raises(

@@ -14,19 +14,28 @@ from gradfit._torch import hooks_after_accumulation
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.errors import MisuseError
 
+_WRAP_FOR_THEIR_LOOPS = {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric"}
+
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The innermost torch optimizer of a chain of `.optimizer` attributes, or what was given if
-    there is none.
+    """The torch optimizer inside of what training libraries put around it, or what was given if
+    they have not.
 
-    Wrappers of other libraries (accelerate's, Lightning's) leave steps out or want a closure, by
-    rules of their own loops. A step of ours is exactly one step of the optimizer that they wrap.
+    Wrappers of accelerate and Lightning leave steps out or want a closure, by rules of their own
+    loops. A step of ours is exactly one step of the optimizer that they wrap. Any other object that
+    holds an optimizer (a Lookahead, an average of the weights) has a step of its own, which is the
+    one that is wanted.
     """
-    inner, passed = optimizer, {id(optimizer)}
-    while (deeper := getattr(inner, "optimizer", None)) is not None and id(deeper) not in passed:
+    inner = optimizer
+    while _is_of_a_loop(inner) and (deeper := getattr(inner, "optimizer", None)) is not None:
         inner = deeper
-        passed.add(id(inner))
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return inner
+
+
+def _is_of_a_loop(optimizer: Any) -> bool:
+    """Whether a training library's class is among an optimizer's."""
+    modules = {one.__module__.partition(".")[0] for one in type(optimizer).__mro__}
+    return not modules.isdisjoint(_WRAP_FOR_THEIR_LOOPS)
 
 
 def count_step(optimizer: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import storage_key
+from gradfit._torch import is_out_of_memory, storage_key
 from gradfit._torch_distributed import local_part
 from gradfit.devices import devices_of, wait_for
 from gradfit.errors import MisuseError
@@ -90,8 +90,13 @@ class _Probe(NamedTuple):
     def step(self, parameters: list[torch.Tensor]) -> OptimizerCost:
         contents = [self.make(parameter) for parameter in parameters]
         stand_ins = [torch.nn.Parameter(content) for content in contents]
-        probe = probe_of(self.optimizer, self.group, stand_ins, parameters)
-        return _step_alone(probe, stand_ins, self.clock)
+        try:
+            probe = probe_of(self.optimizer, self.group, stand_ins, parameters)
+            return _step_alone(probe, stand_ins, self.clock)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise _cannot_step(self.optimizer, error) from error
 
 
 def _cost_of_group(
@@ -268,22 +273,27 @@ class _EntryOfStandIn(dict[str, Any]):
 
 def probe_of(
     optimizer: Any,
-    group: dict[str, Any],
+    group: Mapping[str, Any],
     stand_ins: list[torch.nn.Parameter],
     parameters: list[torch.Tensor],
 ) -> Any:
     """A copy of the optimizer with one group, of stand-ins for these parameters, that has not
-    stepped yet.
+    stepped yet. Optimizers that it holds are such copies, too, and nothing in it is the original's.
     """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    shared = _parameters_by_id(optimizer)
+    in_their_place = _stand_ins_by_id(optimizer, stand_ins, parameters)
     for name, own in vars(optimizer).items():
-        # a model, or the `step` that a scheduler puts there
-        if name not in vars(probe) and not callable(own):
-            setattr(probe, name, copy.deepcopy(own, dict(shared)))
-    probe.param_groups = [{**group, "params": stand_ins}]
+        if name in ("param_groups", "state"):
+            continue
+        if is_optimizer(own):
+            inner = probe_of(own, _group_of(own, parameters) or group, stand_ins, parameters)
+            setattr(probe, name, inner)
+        elif not callable(own):  # a model, or the `step` that a scheduler puts there
+            setattr(probe, name, copy.deepcopy(own, dict(in_their_place)))
     pairs = dict(zip(map(id, stand_ins), parameters, strict=True))
-    probe.state = _StatesOfStandIns(getattr(optimizer, "state", {}), pairs)
+    states = _StatesOfStandIns(getattr(optimizer, "state", {}), pairs)
+    _set(probe, "param_groups", [{**group, "params": stand_ins}])
+    _set(probe, "state", states)
     return probe
 
 
@@ -296,18 +306,51 @@ def probe_of_all(optimizer: Any, pairs: Mapping[torch.Tensor, torch.nn.Parameter
         pairs: each parameter that is stepped, and its stand-in.
     """
     probe = probe_of(optimizer, {}, [*pairs.values()], [*pairs])
-    probe.param_groups = [
+    groups = [
         {**group, "params": [pairs.get(one, one) for one in group["params"]]}
         for group in optimizer.param_groups
     ]
+    _set(probe, "param_groups", groups)
     return probe
 
 
-def _parameters_by_id(optimizer: Any) -> dict[int, torch.Tensor]:
-    """All that an optimizer steps, as what `copy.deepcopy` is not to copy."""
-    return {
-        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
-    }
+def is_optimizer(value: Any) -> bool:
+    """Whether something steps groups of parameters."""
+    return callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
+
+
+def _set(probe: Any, name: str, value: Any) -> None:
+    """Nothing where the class has a property of that name: what that looks at has been set."""
+    if not isinstance(getattr(type(probe), name, None), property):
+        setattr(probe, name, value)
+
+
+def _group_of(optimizer: Any, parameters: list[torch.Tensor]) -> Mapping[str, Any] | None:
+    """The group that holds the first of these parameters."""
+    wanted = id(parameters[0])
+    groups: list[Mapping[str, Any]] = optimizer.param_groups
+    return next((one for one in groups if wanted in map(id, one["params"])), None)
+
+
+def _stand_ins_by_id(
+    optimizer: Any, stand_ins: list[torch.nn.Parameter], parameters: list[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """For `copy.deepcopy`: what is in the place of each parameter that the optimizer steps. The
+    others have an empty one, so that whatever the copy does, it does to none of them.
+    """
+    nothing: torch.Tensor = torch.nn.Parameter(torch.empty(0, device="cpu"))
+    every = {id(one): nothing for group in optimizer.param_groups for one in group["params"]}
+    every.update(zip(map(id, parameters), stand_ins, strict=True))
+    return every
+
+
+def _cannot_step(optimizer: Any, error: Exception) -> MisuseError:
+    return MisuseError(
+        f"optimizer: a copy of the {type(optimizer).__name__} with some parameters alone, by which"
+        f" its bytes are measured, raised {type(error).__name__} ({error}). One that wants a"
+        " closure, or looks at all parameters together, cannot be planned for. Pass the optimizer"
+        " that it wraps, or use GradientAccumulator(optimizer), which holds no budget."
+    )
 
 
 def _step_alone(
@@ -317,21 +360,14 @@ def _step_alone(
         # One memory for both, whose content is of no interest: so this takes no more than the real
         # step will.
         stand_in.grad = stand_in.detach()
-    try:
-        with torch.no_grad(), meter(stand_ins) as live:
-            before = live.current_bytes
-            probe.step()  # the first step makes the state …
-            kept = live.current_bytes
-            live.reset_peak()
-            probe.step()  # … and the second shows what a step takes beside it
-        with torch.no_grad():
-            seconds = min(_seconds(probe.step, clock, devices_of(stand_ins)) for _ in range(2))
-    except TypeError as error:
-        raise MisuseError(
-            f"{type(probe).__name__}.step() cannot be called without arguments ({error}); an"
-            " optimizer that needs a closure evaluates the loss itself. Use one that steps on"
-            " gradients, such as torch.optim.AdamW."
-        ) from None
+    with torch.no_grad(), meter(stand_ins) as live:
+        before = live.current_bytes
+        probe.step()  # the first step makes the state …
+        kept = live.current_bytes
+        live.reset_peak()
+        probe.step()  # … and the second shows what a step takes beside it
+    with torch.no_grad():
+        seconds = min(_seconds(probe.step, clock, devices_of(stand_ins)) for _ in range(2))
     # Some hold tensors of their own, outside of the state.
     return OptimizerCost(
         max(kept - before, _bytes(list(probe.state.values()))),
