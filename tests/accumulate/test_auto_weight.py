@@ -201,6 +201,20 @@ def test_a_factor_that_changes_within_a_window_is_refused(kind: str) -> None:
     acc.backward(loss_of(model(x[4:])), weight="auto")  # another window
 
 
+def test_a_sum_over_rows_that_is_divided_by_no_items_is_not_lost() -> None:
+    """Infinite, and beside a cross-entropy over nothing NaN, as a part that has no items is."""
+    model, inputs, targets = task()
+    accumulator = gf.GradientAccumulator(parameters=model.parameters(), steps=2)
+
+    def loss_of(labels: Tensor) -> Tensor:
+        scores = model(inputs)
+        return scores.square().sum() / (labels >= 0).sum() + F.cross_entropy(scores, labels)
+
+    accumulator.backward(loss_of(targets), weight="auto")
+    with pytest.raises(gf.MisuseError, match=r"a sum that was divided by 0.*reduction='sum'"):
+        accumulator.backward(loss_of(torch.full_like(targets, -100)), weight="auto")
+
+
 def test_a_factor_may_change_between_windows() -> None:
     model, x, _ = task()
     acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())

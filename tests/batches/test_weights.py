@@ -9,7 +9,7 @@ import gradfit as gf
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.totals import LossTotals, means_of
-from gradfit.batches.weights import BatchWeights
+from gradfit.batches.weights import BatchWeights, CountFirst
 
 
 def part(rows: int, items: int, *, second: int | None = None, count: int | None = None) -> PartLoss:
@@ -64,6 +64,21 @@ def test_a_sum_divided_by_nothing_is_lost_and_said() -> None:
     weights = BatchWeights(Additivity("divisor", roles=("adds",)), 8)
     with pytest.raises(gf.MisuseError, match="divided by 0 is lost"):
         weights.of(read_loss(torch.ones(3, requires_grad=True).sum() / torch.tensor(0.0), 4))
+
+
+def over_none() -> PartLoss:
+    """A sum that is not 0 and one that is, both divided by no items: infinite and NaN."""
+    none = torch.tensor(0.0)
+    ones, zeros = (make(3, requires_grad=True) for make in (torch.ones, torch.zeros))
+    return read_loss(ones.sum() / none + zeros.sum() / none, 4)
+
+
+def test_what_is_lost_is_not_hidden_by_another_terms_nan() -> None:
+    measured = Additivity("divisor", roles=("adds", "adds"), by_hand=True)
+    with pytest.raises(gf.MisuseError, match="divided by 0 is lost"):
+        BatchWeights(measured, 8).of(over_none())
+    with pytest.raises(CountFirst):
+        BatchWeights(measured, 8, may_repeat=True).of(over_none())
 
 
 def test_a_sum_over_no_items_is_taken_with_next_to_no_weight() -> None:

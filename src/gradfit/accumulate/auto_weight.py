@@ -158,7 +158,8 @@ def _mean_by_hand(term: Term, known: Sequence[Number]) -> _Mean | None:
     """
     divided = math.prod(map(float, term.divisors)) if term.is_sum else 1.0
     for number in map(read_weight, term.divisors):
-        is_known = any(_agree(number, other) for other in known)
+        # of a sum over no items that is not 0, another term's 0 / 0 would hide that it is lost
+        is_known = bool(number) and any(_agree(number, other) for other in known)
         items = number if is_known else counts_items(number, term.node)
         if items is not None:
             share = number / divided if divided else 1.0

@@ -10,6 +10,7 @@ then is it known whether they fit together: `BatchWeights` checks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,8 @@ class _Taken(NamedTuple):
     loss: Any
     count: Any
     logs: dict[str, Any]
-    terms: list[tuple[Any, Any, str]] | None
-    """Count, scale and reduction of each; None if nobody asks."""
+    terms: list[tuple[Any, Any, Term]] | None
+    """Count and scale of each, with what else was read of it; None if nobody asks."""
     unknown: tuple[str, ...]
 
 
@@ -85,7 +86,8 @@ class LateWeights:
         """
         add = self._numbers.add
         terms = None if read is None else [
-            (add(one.count), add(one.scale), one.reduction) for one in read.terms
+            (add(one.count), add(one.scale), Term(None, 1, one.reduction, is_sum=one.is_sum))
+            for one in read.terms
         ]  # fmt: skip
         logs = {name: add(value) for name, value in part.logs.items()}
         unknown = () if read is None else read.unknown
@@ -168,7 +170,7 @@ class LateWeights:
             return None
         number = self._numbers.of
         terms = (
-            Term(None if count is None else number(count), number(scale), reduction)
-            for count, scale, reduction in taken.terms
+            replace(term, count=None if count is None else number(count), scale=number(scale))
+            for count, scale, term in taken.terms
         )
         return Denominator(tuple(terms), taken.unknown)

@@ -193,7 +193,20 @@ class BatchWeights:
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
+        if is_part:
+            self._require_not_hidden(part, read)
         return self._compared_with_first(read)
+
+    def _require_not_hidden(self, part: PartLoss, read: Denominator) -> None:
+        """Count first where one of several sums was divided by no items, and the loss is NaN: that
+        sum may be lost, if it was not 0, and another term's NaN hides it.
+        """
+        by_0 = any(term.is_sum and not float(term.divisor) for term in read.terms)
+        if not by_0 or not self._exact or not bool(part.loss.detach().isnan()):
+            return
+        if self._may_repeat:
+            raise CountFirst
+        raise _lost(part)
 
     def _is_sum_now(self, read: Denominator) -> bool:
         """Whether a term that was a mean of torch's is not divided any more. One that the loss
@@ -267,11 +280,14 @@ def _whole_if_it_is(number: Number, part: PartLoss) -> Number:
 def _require_not_lost(part: PartLoss) -> None:
     """Refuse a sum that was divided by 0."""
     if bool(part.loss.detach().isinf()):
-        raise MisuseError(
-            f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so"
-            " nothing was updated. Return gf.Loss(sum=…, count=…), whose sum is not"
-            " divided."
-        )
+        raise _lost(part)
+
+
+def _lost(part: PartLoss) -> MisuseError:
+    return MisuseError(
+        f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so nothing was"
+        " updated. Return gf.Loss(sum=…, count=…), whose sum is not divided."
+    )
 
 
 def _weight_of_count(count: int | Tensor, loss: Tensor) -> Weight:
