@@ -92,6 +92,33 @@ def test_a_loss_that_only_seems_to_add_up_where_the_model_is_now() -> None:
     assert measure_additivity(model, worst, rows()).over is None
 
 
+class Experts(nn.Module):
+    """Each row goes to the expert that its first number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.out = nn.Linear(4, 2).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chances = self.gate(x).softmax(-1)
+        share_of_rows = F.one_hot((x[:, 0] > 0).long(), 2).double().mean(0)
+        return self.out(x), (chances.mean(0) * share_of_rows).sum()
+
+
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    out, balance = model(batch)
+    return out.square().mean() + 0.01 * balance
+
+
+def test_a_balance_of_experts_is_measured_on_all_of_a_small_sample() -> None:
+    """Of rows that all go to one expert it is a mean, and couples nothing."""
+    x = torch.rand(7, 4, dtype=torch.float64)
+    assert measure_additivity(Experts(), balanced, x).over == "divisor"
+    x[5, 0] = -1
+    assert measure_additivity(Experts(), balanced, x).over is None
+
+
 def test_a_loss_that_changes_from_call_to_call() -> None:
     calls: list[int] = []
 

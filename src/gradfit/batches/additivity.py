@@ -184,7 +184,7 @@ class _Measurement:
             if is_out_of_memory(error):
                 raise
             return None
-        return None if not found.adds_up or found.over == "rows" or found.unread else found
+        return found if found.adds_up and not found.is_told_by_values else None
 
     def _compare_from_one_state(self, whole: Any, parts: Sequence[Any]) -> Comparison | None:
         """Some rows and their two parts; None if the second part's loss is another one after the
@@ -208,7 +208,7 @@ class _Measurement:
         """Compare losses, in as many ways as it takes to tell."""
         split = self._runner.split
         measured = self._measure_first_rows(cuts)
-        if measured.adds_up and (measured.over == "rows" or measured.unread):
+        if measured.adds_up and measured.is_told_by_values:
             measured = self._measure_elsewhere(cuts, other_rows(batch, split, rows), measured)
         if not measured.adds_up and split is None:
             measured = self._measure_other_ways(batch, rows, measured)

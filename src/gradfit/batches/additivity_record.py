@@ -64,6 +64,16 @@ class Additivity:
         return tuple(name for name in names if _is_node(name))
 
     @property
+    def is_told_by_values(self) -> bool:
+        """Whether of some term only its values say that it adds up: one of which nobody knows what
+        it was divided by, or that is divided by a constant and is a mean all the same, as a balance
+        of experts is of rows that go to one expert.
+        """
+        return bool(self.over == "rows" or self.unread) or (
+            self.over == "divisor" and "constant" in self.roles
+        )
+
+    @property
     def adds_up(self) -> bool:
         """Whether a batch may be cut."""
         return self.over is not None

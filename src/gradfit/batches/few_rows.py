@@ -63,11 +63,12 @@ def other_rows(batch: Any, split: Cut | None, rows: int) -> list[RowsAndParts]:
 
 
 def _rows_far_apart(batch: Any, rows: int, total: int) -> list[Any]:
-    """Groups whose rows are far from each other, so that parts may be unlike."""
+    """Groups whose rows are far from each other, so that parts may be unlike, and the last rows."""
     apart = max(1, total // rows)
     starts = range(0, apart, max(1, apart // _OTHER_ROWS))
     orders = [list(range(start, total, apart))[:rows] for start in starts]
-    return [pick_rows(batch, order) for order in orders[:_OTHER_ROWS]]
+    orders = [*orders[: _OTHER_ROWS - 1], list(range(max(0, total - rows), total))]
+    return [pick_rows(batch, order) for order in orders]
 
 
 def could_be_sequence_first(batch: Any) -> bool:
