@@ -138,6 +138,36 @@ def test_from_nan_and_zero_nothing_can_be_told(value: float, text: str) -> None:
     assert text in found.reason
 
 
+def counted_entropy(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return loss, (batch[1] >= 0).sum()
+
+
+def compared(model: nn.Module, batch: Any) -> Tensor:
+    """It couples rows, and is over those with a label."""
+    scores = model(batch[0]) @ model(batch[0]).T
+    return F.cross_entropy(scores, torch.where(batch[1] < 0, -100, torch.arange(len(scores))))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "over"), [(entropy, "divisor"), (counted_entropy, "items"), (compared, None)]
+)
+def test_where_the_first_rows_are_padding_others_are_measured(
+    loss_fn: Callable[..., Any], over: str | None
+) -> None:
+    x, y = rows()
+    y[:6] = -100
+    found = measure_additivity(network().double(), loss_fn, (x.double(), y))
+    assert found.over == over
+    assert over or "depends on rows together" in found.reason
+
+
+def test_from_a_count_of_0_nothing_can_be_told() -> None:
+    found = measure_additivity(network(), lambda m, b: (m(b[0]).sum(), 0), rows())
+    assert found.over is None
+    assert "a count of 0, so nothing can be told. Pass a sample with items" in found.reason
+
+
 def test_a_sample_of_one_row_is_measured_too() -> None:
     x, y = rows()
     assert measure_additivity(network(), entropy, (x[:1], y[:1])).over == "divisor"

@@ -57,7 +57,7 @@ from gradfit.batches.slightly_changed import slightly_changed
 from gradfit.batches.summed_logs import summed_logs
 from gradfit.batches.weights import BatchWeights, CountFirst, must_count
 from gradfit.errors import GradfitError, MisuseError
-from gradfit.tree import unmarked
+from gradfit.tree import pick_rows, split_batch, unmarked
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 MOST_ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
@@ -126,6 +126,14 @@ def measure_additivity(
             few = rows_for_gradients(batch, split, min(rows, gradient_rows, MOST_ROWS_IF_READ))
             return measurement.measure_gradients(few, cuts[-1][1][-1], quickly, passes)
         measured = measurement.measure_values(cuts, batch, rows)
+        telling = None
+        if not measured.adds_up and finish is None:
+            telling = measurement.rows_that_tell(cuts[0][0], batch, rows)
+        if telling is not None:
+            return measure_additivity(
+                model, loss_fn, telling, rows=rows, rewind=rewind,
+                gradient_rows=gradient_rows, passes=passes,
+            )  # fmt: skip
         if measured.adds_up or finish is not None:  # all processes run the same
             few = rows_for_gradients(batch, split, min(rows, gradient_rows))
             measured = measurement.measure_state(cuts[-1][1], measured)
@@ -228,6 +236,29 @@ class _Measurement:
         if self._raised:
             measured = self.measure(cuts[-1:])  # a single row may be all that it refuses
         return measured if measured.adds_up else self._measure_sum(cuts, measured)
+
+    def rows_that_tell(self, first: Any, batch: Any, rows: int) -> Any | None:
+        """Other rows of the batch to measure, where the first ones have no items, as rows that are
+        all padding; None if these tell what there is to tell, or no others do.
+        """
+        if self._runner.split is not None or self._raised or self._tells(first):
+            return None
+        others = (whole for whole, _ in other_rows(batch, None, rows))
+        telling = next(filter(self._tells, others), None)
+        if telling is None:
+            return None
+        tells = [*map(self._tells, split_batch(telling, 1))]  # of gradients, the first are compared
+        return pick_rows(telling, sorted(range(len(tells)), key=lambda row: not tells[row]))
+
+    def _tells(self, rows: Any) -> bool:
+        """Whether the loss of some rows is a number, and of any items."""
+        try:
+            run = self._runner.run(rows)
+        except Exception as error:  # the user's code, on rows it may not be made for
+            if is_out_of_memory(error):
+                raise
+            return False
+        return math.isfinite(run.value) and run.value != 0 and run.count != 0
 
     def measure(self, cuts: Sequence[RowsAndParts]) -> Additivity:
         """Compare each whole with its parts, as the model is and slightly changed."""

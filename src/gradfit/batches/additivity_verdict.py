@@ -114,6 +114,11 @@ def _why(comparisons: Sequence[Comparison], read: str) -> str:
             "the loss is 0 on the rows it was measured on, so nothing can be told. Pass a sample"
             " with a loss"
         )
+    if all(run.count == 0 for run in _all_runs(comparisons)):
+        return (
+            "the rows it was measured on have a count of 0, so nothing can be told. Pass a sample"
+            " with items"
+        )
     if not all(math.isfinite(one.whole.value) for one in comparisons):
         return (
             f"the loss of the rows it was measured on is {comparisons[0].whole.value}. Pass a"

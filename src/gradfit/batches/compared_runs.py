@@ -75,6 +75,8 @@ class Comparison:
         relative.
         """
         whole, total = self.whole.items(), math.fsum(map(Run.items, self.parts))
+        if not whole and not total:
+            return math.inf  # from no items nothing can be told
         return max(self.sum_error(), abs(total - whole) / max(whole, total, 1.0))
 
     def terms_error(self, roles: Sequence[str]) -> float:
