@@ -689,6 +689,15 @@ def multiply_all_on_device(tensors: list[torch.Tensor], factor: torch.Tensor) ->
 
 # how often it was changed in place
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def counted_writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; 0 for one that was made under inference mode, where torch
+    does not count, and refuses writes afterwards.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
 type_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 

@@ -277,6 +277,27 @@ class TestOptimizers:
             fitted(network(), optimizer=Duck())
 
 
+class TestInference:
+    """Batches made under inference mode, as rollouts are."""
+
+    def test_one_that_the_loss_copies_is_trained_on(self) -> None:
+        def copied(model: nn.Module, batch: Any) -> Tensor:
+            return entropy(model, {name: one.clone() for name, one in batch.items()})
+
+        model, data = network(), batch()
+        with torch.inference_mode():
+            rollout = {name: one.clone() for name, one in data.items()}
+        expected = after_plain_step(model, entropy, data)
+        assert fitted(model, copied, rollout)(rollout).stepped
+        assert_parameters(model, expected)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_a_step_inside_of_it_is_refused(self, mode: Any) -> None:
+        step = fitted(network())
+        with mode(), pytest.raises(gf.MisuseError, match=r"outside of torch\.no_grad\(\)"):
+            step(batch())
+
+
 class TestLater:
     """What the sample did not show."""
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradfit._torch import counted_writes
 from gradfit.batches.snapshot import Generators
 
 _MOVED = 0.05  # of a buffer's mean size
@@ -82,7 +83,7 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _version(buffer: Tensor) -> tuple[int, int]:
     """Which tensor it is, and how often it was written to."""
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
+    return id(buffer), counted_writes(buffer)
 
 
 def _move(buffers: Any) -> None:

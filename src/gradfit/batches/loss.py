@@ -141,7 +141,7 @@ def _check_scalar(loss: Any) -> Tensor:
     if not loss.requires_grad:
         raise MisuseError(
             "The loss has no graph: nothing that requires a gradient went into it. Do not"
-            " detach() it."
+            " detach() it, and call this outside of torch.no_grad() and torch.inference_mode()."
         )
     return loss
 

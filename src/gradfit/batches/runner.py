@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradfit._torch import counted_writes
 from gradfit._torch_listen import eager_functions
 from gradfit.arguments import invalid
 from gradfit.batches.loss import PartLoss, read_loss
@@ -128,7 +129,7 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     out-of-memory.
     """
     batch, tensors = unmarked_with_leaves(batch)
-    before = [(tensor, tensor._version) for tensor in tensors]
+    before = [(tensor, counted_writes(tensor)) for tensor in tensors]
     result = loss_fn(model, batch)
     if _was_changed(batch, before):
         raise MisuseError(
@@ -142,7 +143,7 @@ def _was_changed(batch: Any, before: list[tuple[torch.Tensor, int]]) -> bool:
     """Whether there are other tensors than those, or some were written to since."""
     after = list(leaves(batch))
     return len(after) != len(before) or any(
-        new is not old or new._version != version
+        new is not old or counted_writes(new) != version
         for new, (old, version) in zip(after, before, strict=True)
     )
 
