@@ -46,6 +46,15 @@ def test_float32_sums_are_far_closer(low: torch.dtype, weights: list[int], isola
         assert wide * 100 < native
 
 
+def test_finite_gradients_whose_squares_overflow_are_stepped_with() -> None:
+    """In double precision nothing is wider, so it was said that 0 of 1 gradients are not finite."""
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    acc = gf.GradientAccumulator(torch.optim.SGD([weight], lr=1e-200))
+    acc.backward((weight * 3e200).sum(), weight=1)
+    assert acc.step().grad_norm == pytest.approx(3e200 * 2**0.5)
+    assert weight.tolist() == [-3.0, -3.0]
+
+
 def test_float16_does_not_overflow() -> None:
     """Raw sums over 64 micro-batches of 1000 items would be beyond 65504."""
     for dtype in (None, torch.float32):

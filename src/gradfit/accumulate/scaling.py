@@ -93,8 +93,9 @@ def gradient_norm(gradients: list[Tensor]) -> float:
     if not all(map(_is_finite, values)):
         return norm
     # only the squares have overflowed
-    wide = [one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]
-    return total_norm(wide).item()
+    largest = max(float(one.abs().max()) for one in values if one.numel())
+    wide = [one.to(torch.promote_types(one.dtype, torch.float64)) / largest for one in values]
+    return largest * total_norm(wide).item()
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -120,7 +120,7 @@ class Update:
             self._hand_out()
             return result._replace(reason="no optimizer", grad_norm=norm)
         stepped = self._step_or_keep(self.optimizer, scaler, norm)
-        self._end(norm**2)
+        self._end(norm * norm)
         return result._replace(stepped=stepped, reason=_reason(stepped, scaler), grad_norm=norm)
 
     def _apply_unread(self, unread: UnreadNumbers, result: StepResult) -> StepResult:
@@ -134,7 +134,7 @@ class Update:
         stepped = self._step_or_keep(optimizer, None, None)
         norm = unread.read() * window.state.main.factor
         weight = window.weight
-        self._end(norm**2)
+        self._end(norm * norm)
         return result._replace(
             stepped=stepped, reason=_reason(stepped, None), grad_norm=norm, weight=weight
         )
@@ -225,7 +225,7 @@ class Update:
         if optimizer is None:
             return StepResult(False, "no optimizer", norm, window.weight, 0, 0)
         stepped = self._step(optimizer, scaler)
-        self._end(norm**2)
+        self._end(norm * norm)
         return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
     def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float | None) -> bool:
@@ -244,7 +244,7 @@ class Update:
     def _leave_failed(self, scaler: Any, norm: float | None, changed: int, *, of: int) -> None:
         """A step has failed when it had written to so many of the parameters."""
         if self._stepped:  # only what came after the update has failed, somebody's hook, say
-            self._end(None if norm is None else norm**2)
+            self._end(None if norm is None else norm * norm)
         elif changed:
             self.window.break_off(
                 f"The optimizer failed when it had changed {changed} of {of}"
