@@ -328,3 +328,9 @@ def test_data_loader_follows_the_schedule() -> None:
         parts = [part for (part,) in loader]
         assert [len(part) for part in parts] == [2, 10, 2, 10, 2, 4]
         assert torch.cat(parts).sort().values.tolist() == list(range(30))
+
+
+def test_a_buffer_of_real_numbers_takes_no_complex_ones() -> None:
+    buffer = gf.AccumulationBufferDynamic((2,), 4)
+    with pytest.raises(gf.MisuseError, match=r"buffer is torch\.float32\. Pass dtype=torch"):
+        buffer.accumulate(torch.ones(2, dtype=torch.complex64), 0, 2)

@@ -144,3 +144,14 @@ def test_sparse() -> None:
     with pytest.raises(gf.MisuseError, match="sparse gradient of 'weight'"):
         gf.GradientClipper(max_value=1.0).clip_grads(table)
     assert "max_norm=1.0" in repr(gf.GradientClipper(1.0))
+
+
+def test_elements_of_complex_gradients_are_not_clipped() -> None:
+    """torch refuses that, and after others had been clipped."""
+    real, other = (
+        torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.cfloat)
+    )
+    real.grad, other.grad = torch.full((2,), 3.0), torch.full((2,), 3j)
+    with pytest.raises(gf.MisuseError, match=r"complex gradient of .* Pass max_norm only"):
+        gf.GradientClipper(max_value=1.0).clip_grads([real, other])
+    assert real.grad.tolist() == [3.0, 3.0]

@@ -424,3 +424,9 @@ def test_second_order_as_printed_names_create_graph() -> None:
     grads = gf.backward(x.square().sum(), create_graph=True)
     second_grads = gf.backward(grads.get(id(x)).sum())
     assert torch.equal(second_grads[x], torch.full((10,), 2.0))
+
+
+def test_a_complex_loss_is_refused_in_words() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(gf.MisuseError, match=r"loss is torch.complex64.*Pass loss.abs\(\)"):
+        gf.backward((x * 1j).sum())

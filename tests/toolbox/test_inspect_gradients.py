@@ -62,3 +62,10 @@ def test_other_sources() -> None:
     assert gf.inspect_gradients(nn.Linear(1, 1)).missing == ("weight", "bias")
     with pytest.raises(gf.MisuseError, match=r"source=1.0 is a float"):
         gf.inspect_gradients(1.0)
+
+
+def test_a_gradient_without_values_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.empty(2, device="meta"))
+    weight.grad = torch.empty(2, device="meta")
+    with pytest.raises(gf.MisuseError, match="on the meta device has no values"):
+        gf.inspect_gradients([weight])

@@ -96,9 +96,10 @@ def _check_bound(bound: Any, name: str) -> None:
 def _clip_elements(gradients: GradientMap, bound: float) -> None:
     # All are looked at before any is clipped: a refusal changes nothing.
     for key, gradient in gradients.items():
-        if gradient.is_sparse:
+        if gradient.is_sparse or gradient.is_complex():
+            kind = "sparse" if gradient.is_sparse else "complex"
             raise MisuseError(
-                f"max_value cannot clip the sparse gradient of {label(key)}. Pass max_norm only."
+                f"max_value cannot clip the {kind} gradient of {label(key)}. Pass max_norm only."
             )
     for gradient in gradients.values():
         gradient.clamp_(-bound, bound)

@@ -510,6 +510,10 @@ def _require_graph(loss: Tensor) -> None:
             f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or"
             " loss.sum()."
         )
+    if loss.is_complex():
+        raise MisuseError(
+            f"loss is {loss.dtype}, expected a real number. Pass loss.abs() or loss.real."
+        )
     if not loss.requires_grad:
         raise GraphError(
             "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad()"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from gradfit.errors import MisuseError
 from gradfit.norms import values_of
 
 
@@ -32,6 +33,8 @@ class GradientStats:
     @classmethod
     def of(cls, gradient: Tensor) -> GradientStats:
         """Measure a gradient of any layout and precision."""
+        if gradient.is_meta:
+            raise MisuseError("A gradient on the meta device has no values. Pass one that has.")
         values = values_of(gradient.detach())
         # In float64: squares of float16 numbers overflow, and sums of float32 ones lose the small.
         values = (values.abs() if values.is_complex() else values).to(torch.float64).flatten()

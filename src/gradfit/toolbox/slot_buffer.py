@@ -268,6 +268,14 @@ class AccumulationBufferDynamic:
                 f"is {gradient.layout} on {gradient.device}",
                 f"a dense one on {self.device}",
             )
+        own: torch.dtype = self._options["dtype"]
+        if gradient.is_complex() and not own.is_complex:
+            raise invalid(
+                "gradient",
+                gradient,
+                f"is {gradient.dtype}, and the buffer is {own}",
+                f"dtype={gradient.dtype} to AccumulationBufferDynamic",
+            )
 
     def resize(self, new_size: int) -> None:
         """Change the number of slots; the first ones keep their content.
