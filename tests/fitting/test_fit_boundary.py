@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,6 +277,28 @@ class TestOptimizers:
             gf.MisuseError, match=r"a Duck has no param_groups.*GradientAccumulator"
         ):
             fitted(network(), optimizer=Duck())
+
+
+class TestBatches:
+    def test_arrays_and_other_objects_beside_tensors(self) -> None:
+        """Of what has no fields, as an array, `fit` wanted to know which tensors it holds."""
+        model, data = network(), batch()
+        expected = after_plain_step(model, entropy, data)
+        others = {
+            "texts": np.array([f"row {number}" for number in range(ROWS)], dtype=object),
+            "when": datetime.date(2024, 1, 1),
+            "share": np.float32(0.5),
+            "where": Path("data"),
+        }
+
+        def of_arrays(model: nn.Module, batch: Any) -> Tensor:
+            assert len(batch["texts"]) == len(batch["y"])
+            return entropy(model, {**batch, "y": torch.from_numpy(batch["y"])})
+
+        arrays = {**data, "y": data["y"].numpy(), **others}
+        step = fitted(model, of_arrays, arrays)
+        assert step(arrays).micro_batches > 1
+        assert_parameters(model, expected)
 
 
 class TestInference:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradfit import _torch_distributed as distributed
@@ -273,10 +274,33 @@ def _items_of(nest: Any) -> Iterable[Any]:
         return nest
     fields = getattr(nest, "__dict__", None)
     if fields is None:
+        return _items_without_fields(nest)
+    return _that_may_hold_tensors(fields.values())
+
+
+def _that_may_hold_tensors(values: Iterable[Any]) -> list[Any]:
+    return [v for v in values if isinstance(v, torch.Tensor | list | tuple | dict)]
+
+
+def _items_without_fields(nest: Any) -> Iterable[Any]:
+    """Of arrays, of what lives in slots, and of what can be gone through more than once."""
+    if isinstance(nest, np.ndarray):
+        return list(nest.flat) if nest.dtype.hasobject else ()
+    if isinstance(nest, range):
+        return ()
+    if isinstance(nest, Sequence | Set):
+        return list(nest)
+    if isinstance(nest, Iterable):
         raise MisuseError(
             f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors."
         )
-    return [v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)]
+    names = [name for one in type(nest).__mro__ for name in _slots_of(one)]
+    return _that_may_hold_tensors(getattr(nest, name, None) for name in names)
+
+
+def _slots_of(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _is_mapping(nest: Any) -> bool:
