@@ -119,6 +119,33 @@ def test_a_balance_of_experts_is_measured_on_all_of_a_small_sample() -> None:
     assert measure_additivity(Experts(), balanced, x).over is None
 
 
+class GoesOn(nn.Module):
+    """A recurrent net that begins where it was, if there are as many rows again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.hidden = nn.GRUCell(4, 4).double(), torch.zeros(0, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.hidden if len(self.hidden) == len(x) else torch.zeros_like(x)
+        out: Tensor = self.cell(x, before)
+        self.hidden = out.detach()
+        return out
+
+
+def test_what_only_a_part_of_as_many_rows_reads_is_found() -> None:
+    model = GoesOn()
+    found = measure_additivity(
+        model,
+        lambda m, b: m(b).square().mean(),
+        torch.randn(7, 4, dtype=torch.float64),
+        rewind=lambda: setattr(model, "hidden", torch.zeros(0, 4).double()),
+    )
+    assert found.over is None
+    assert "a forward changes what the next one reads (its own attributes)" in found.reason
+
+
 def test_a_loss_that_changes_from_call_to_call() -> None:
     calls: list[int] = []
 

@@ -175,7 +175,7 @@ class _Measurement:
     # -- values -----------------------------------------------------------------------------------
 
     def look_quickly(self, batch: Any, rows: int) -> Additivity | None:
-        """That values add up and carry nothing over, in four forwards, by what the graph says that
+        """That values add up and carry nothing over, in five forwards, by what the graph says that
         they were divided by; None if these do not tell.
         """
         runner = self._runner
@@ -209,7 +209,7 @@ class _Measurement:
         of_whole = runner.run(whole)  # last: what it was divided by is what is said
         if reads.before != reads.after or not math.isfinite(of_whole.value):
             return None
-        second, first, _ = runs
+        second, first = runs[:2]
         return Comparison(of_whole, (first, second))
 
     def measure_values(self, cuts: Sequence[RowsAndParts], batch: Any, rows: int) -> Additivity:

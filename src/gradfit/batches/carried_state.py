@@ -6,7 +6,9 @@ Counters and statistics that are only written (BatchNorm's, read in evaluation) 
 
 So one part is run from the state that all begin with, and from the state that the parts before it
 leave, in which the numbers that they have written are moved further: what has nearly converged may
-matter later. The same rows give the same bits, unless the state was read.
+matter later. The same rows give the same bits, unless the state was read. And some state is only
+read by as many rows as have left it (a recurrent net that goes on where it was), so that the part
+is run once more right after itself.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class StateReads(NamedTuple):
 def read_carried_state(
     model: nn.Module, parts: Sequence[Any], run: Callable[[Any], float], rewind: Callable[[], None]
 ) -> StateReads:
-    """Run the last part first, and then after the others.
+    """Run the last part first, then after the others, and then after itself.
 
     Args:
         model: its buffers are left changed.
@@ -74,7 +76,11 @@ def read_carried_state(
     # Further than the forwards did: a mean that has converged would hardly show that it is read.
     _move(written.values())
     generators.restore()  # what is drawn is no state that anybody has written
-    return StateReads(before, run(parts[-1]), tuple(written))
+    after = run(parts[-1])
+    if after == before:
+        generators.restore()
+        after = run(parts[-1])
+    return StateReads(before, after, tuple(written))
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
