@@ -50,6 +50,7 @@ from gradfit.errors import (
     MisuseError,
     NativeCoreMissing,
     NonFiniteGradient,
+    OffloadError,
     RankFailed,
     StateError,
     UnknownName,
@@ -192,6 +193,7 @@ __all__ = [  # noqa: RUF022
     "NativeCoreMissing",
     "ActivationOverwritten",
     "NonFiniteGradient",
+    "OffloadError",
     "GradientMismatch",
     "RankFailed",
 ]

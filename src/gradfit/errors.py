@@ -55,6 +55,10 @@ class StateNotWritten(GradfitError, OSError):
     """A state that could not be saved: the disk is full, or gone. The one before it is whole."""
 
 
+class OffloadError(GradfitError, OSError):
+    """A value that was to be moved out of memory could not be written, or not be read back."""
+
+
 class NonFiniteGradient(GradfitError, ArithmeticError):
     """A NaN or an infinity where a gradient was expected."""
 

@@ -75,6 +75,11 @@ class Reference:
         self.cache: set[Val] = set()
         self.peak = 0
         self.seconds = 0.0
+        self.elapsed = 0.0  # of what is not extra, since the pass began
+        self.going: list[tuple[Val, float]] = []  # on their way out, and when that is done
+        self.fetched: Val | None = None  # ahead, for nobody yet
+        self.arrives = 0.0
+        self.asked: set[Val] = set()
 
     def note(self, total: int) -> None:
         self.peak = max(self.peak, total)
@@ -119,14 +124,20 @@ class Reference:
                     if not v.overwritten
                     else v in overwritten_later
                 )
-                if in_python or (v.action == KEEP and v in needed):
+                going = v in [other for other, _ in self.going]
+                if in_python or going or (v.action == KEEP and v in needed):
                     total += v.held
             self.note(total)
-        self.seconds += sum(
-            v.size * graph.transfer_seconds_per_byte
-            for v in self.vals
-            if v.action == OFFLOAD and v in needed
-        )
+            self.elapsed += graph.op_seconds[op.id]
+            self.move_out([v for v in op.outputs if v.action == OFFLOAD and v in needed])
+            if not any(
+                v.action != KEEP and v in needed
+                for later in self.ops[op.id + 1 :]
+                for v in later.outputs
+            ):
+                while self.going:
+                    self.wait_for_first()
+        self.elapsed = -self.seconds  # the clock of the way back
         for n, needs in enumerate(graph.node_needs):
             self.used: set[Val] = set()
             for i in needs:
@@ -144,10 +155,14 @@ class Reference:
                 + graph.node_peak[n]
                 + self.kept_now()
                 + sum(v.size for v in self.cache | self.used)
+                + self.ahead()
             )
+            self.elapsed += graph.node_seconds[n]
             for i in needs:
                 self.vals[i].nodes.discard(n)
             self.cache = {v for v in self.cache if self.alive(v)}
+            if not any(v.action == OFFLOAD and self.alive(v) for v in self.vals):
+                self.fetched = None
         self.used = set()
         survivors = sum(
             v.held
@@ -156,6 +171,47 @@ class Reference:
         )
         self.note(graph.static_bytes + graph.optimizer_burst_bytes + survivors)
         return self
+
+    def copy_seconds(self, v: Val) -> float:
+        return v.size * self.graph.transfer_seconds_per_byte
+
+    def now(self) -> float:
+        return self.elapsed + self.seconds
+
+    def move_out(self, values: list[Val]) -> None:
+        for v in values:
+            if len(self.going) == 2:
+                self.wait_for_first()
+            begins = max([self.now(), *[done for _, done in self.going]])
+            self.going.append((v, begins + self.copy_seconds(v)))
+
+    def wait_for_first(self) -> None:
+        _, done = self.going.pop(0)
+        self.seconds += max(0.0, done - self.now())
+
+    def ahead(self) -> int:
+        return 0 if self.fetched is None else self.fetched.size
+
+    def bring_back(self, v: Val) -> None:
+        self.asked.add(v)
+        if self.fetched is v:
+            self.seconds += max(0.0, self.arrives - self.now())
+            self.fetched = None
+        else:
+            if self.fetched is not None and not self.alive(self.fetched):
+                self.fetched = None
+            if self.arrives > self.now():
+                self.arrives += self.copy_seconds(v)
+            self.seconds += self.copy_seconds(v)
+        if self.fetched is None:
+            self.fetch_ahead()
+
+    def fetch_ahead(self) -> None:
+        moved = [v for v in self.vals if v.action == OFFLOAD and v not in self.asked]
+        alive = [v for v in moved if self.alive(v)]
+        if alive:
+            self.fetched = max(alive, key=lambda v: (v.maker.id, v.id))  # type: ignore[union-attr]
+            self.arrives = max(self.now(), self.arrives) + self.copy_seconds(self.fetched)
 
     def sweep(self, target: Val, n: int) -> None:
         graph = self.graph
@@ -194,10 +250,10 @@ class Reference:
             replay | {v.maker for v in rebuilt if v.action == OFFLOAD}, key=lambda op: op.id
         )  # type: ignore[union-attr]
         for position, op in enumerate(order):
-            loads = {v for v in op.outputs if v.action == OFFLOAD and v in rebuilt}
-            live |= loads
-            self.seconds += sum(v.size * graph.transfer_seconds_per_byte for v in loads)
-            self.note(around + held + sum(v.size for v in live))
+            for v in [v for v in op.outputs if v.action == OFFLOAD and v in rebuilt]:
+                live.add(v)
+                self.bring_back(v)
+            self.note(around + held + sum(v.size for v in live) + self.ahead())
             if op not in replay:
                 continue
             self.seconds += graph.op_seconds[op.id] if graph.op_replayable[op.id] else math.inf
@@ -211,8 +267,13 @@ class Reference:
             copies = sum(v.size for v in op.outputs if v not in rebuilt or v.action == OFFLOAD)
             during |= {v for v in op.outputs if v in rebuilt and v.action == REBUILD}
             self.note(
-                around + held + sum(v.size for v in during) + copies + graph.op_workspace[op.id]
+                around
+                + held
+                + sum(v.size for v in during)
+                + copies
+                + graph.op_workspace[op.id]
+                + self.ahead()
             )
             live = {v for v in during if v in stay or v in used_later}
-        self.note(around + held + sum(v.size for v in live))
+        self.note(around + held + sum(v.size for v in live) + self.ahead())
         self.cache -= drop

@@ -234,6 +234,7 @@ class Anatomy:
             optimizer_burst_bytes=0,
             plain_seconds=0.0,
             transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
+            node_seconds=_at(graph.node_seconds, nodes),
             op_gathered=graph.op_gathered[start:end],
             fixed={index: graph.fixed[v] for index, v in enumerate(inner) if v in graph.fixed},
             may_offload=graph.may_offload,

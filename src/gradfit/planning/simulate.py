@@ -19,7 +19,11 @@ these rules:
 6. In place: replay writes over the old version's bytes if they are a transient's last use, else
    over a copy.
 7. An offloaded value is copied out when made and copied back like a rebuilt one, by an operation
-   without inputs.
+   without inputs. Copies run beside computation, one after the other. A value on its way out is
+   held until `IN_FLIGHT` others have begun to go out after it, and none longer than the last
+   operation of which something is not kept: then computation waits for its copy. When one has come
+   back, the fetch of another begins, of those not asked for yet that went out last, if none is
+   there already that nobody has asked for; it holds its bytes from then on.
 
 A plan that would replay what cannot be replayed takes infinite seconds. Cost: one pass over the
 forward and one over what is replayed, some 2 to 3 µs for each operation.
@@ -36,6 +40,7 @@ from operator import add
 
 from gradfit.profiling.step_graph import Graph
 
+IN_FLIGHT = 2  # offloaded values on their way out, beside what the operation that runs makes
 KEEP, REBUILD, OFFLOAD = 0, 1, 2
 ACTION_NAMES = ("keep", "rebuild", "offload")
 
@@ -137,6 +142,16 @@ class Simulator:
         in_backward = self.surviving + max(graph.node_peak, default=0)
         beside_static = max(in_backward, graph.optimizer_burst_bytes)
         return max([*self.curve, graph.static_bytes + beside_static])
+
+    @cached_property
+    def op_ends(self) -> list[float]:
+        """When each operation of the forward ends, in seconds, if nothing is waited for."""
+        return list(accumulate(self.graph.op_seconds))
+
+    @cached_property
+    def node_starts(self) -> list[float]:
+        """When each backward node begins, if nothing is rebuilt or waited for."""
+        return list(accumulate(self.graph.node_seconds, initial=0.0))
 
     @cached_property
     def made_from(self) -> list[list[int]]:
@@ -262,6 +277,7 @@ class _Run:
         nodes = len(graph.node_needs)
         self.kept_until = [0] * nodes  # bytes of kept values that are not alive after this node
         self.drops: list[list[int]] = [[] for _ in range(nodes)]  # the same, other values
+        self.back: _WayBack | None = None  # of offloaded values
         self.first, self.end = _segment_intervals(segments)
         # Stamps, so that nothing is cleared between sweeps.
         self.sweep = 0
@@ -290,19 +306,56 @@ class _Run:
         gone.
         """
         actions, until, overwritten = self.actions, self.until, self.graph.overwritten
-        seconds_per_byte = self.graph.transfer_seconds_per_byte
-        stays = []
+        stays, moved, last_op = [], [], -1
         for value in self.of.latest_first:
             if (last := until[value]) < 0:
                 continue
             action = actions[value]
             if action != KEEP:
                 self.drops[last].append(value)
-                if action == OFFLOAD and not overwritten[value]:
-                    self.extra_seconds += self.graph.nbytes[value] * seconds_per_byte
+                if last_op < 0:
+                    last_op = self.graph.producer[value]
+                if action == OFFLOAD:
+                    moved.append(value)
             elif not overwritten[value]:
                 stays.append(value)
-        self.see_forward(stays, list(map(add, self.of.curve, accumulate(self.hold(stays)))))
+        longer = self.hold(stays)
+        if moved:
+            self.move_out(moved, last_op, longer)
+        self.see_forward(stays, list(map(add, self.of.curve, accumulate(longer))))
+
+    def move_out(self, moved: list[int], last_op: int, longer: list[int]) -> None:
+        """Rule 7, the way out: the seconds for which computation waits, and the bytes that are held
+        for it, which come on top from each operation on.
+        """
+        graph, ends = self.graph, self.of.op_ends
+        producer, nbytes = graph.producer, graph.nbytes
+        moved.sort(key=lambda value: (producer[value], value))
+        waited = free = 0.0  # `free`: when the last copy so far is done
+        done: list[float] = []
+        for number, value in enumerate(moved):
+            op = producer[value]
+            now = ends[op] + waited
+            if number >= IN_FLIGHT:
+                self.let_go_of_moved(moved[number - IN_FLIGHT], op, longer)
+                waited += max(0.0, done[number - IN_FLIGHT] - now)
+                now = ends[op] + waited
+            free = max(now, free) + nbytes[value] * graph.transfer_seconds_per_byte
+            done.append(free)
+        for value in moved[-IN_FLIGHT:]:
+            self.let_go_of_moved(value, last_op, longer)
+        self.extra_seconds += waited + max(0.0, free - (ends[last_op] + waited))
+        self.back = _WayBack(self, moved)
+
+    def let_go_of_moved(self, value: int, op: int, longer: list[int]) -> None:
+        """It is held until the operation is done; from where Python drops it, that is more. Before
+        somebody writes over it, it has gone.
+        """
+        dies = self.of.dies[value]
+        if dies < op and not self.graph.overwritten[value]:
+            size = self.graph.held_bytes[value]
+            longer[dies + 1] += size
+            longer[op + 1] -= size
 
     def hold(self, stays: Sequence[int]) -> list[int]:
         """Hold kept values to their last use; gives the bytes that come on top of the curve of
@@ -358,6 +411,8 @@ class _Run:
             self.kept -= self.kept_until[node]
             if self.drops[node]:
                 self.drop(self.drops[node])
+            if self.back is not None and self.back.last_node == node:
+                self.cached -= self.back.let_go()
 
     def let_go(self, unpacked: dict[int, None]) -> None:
         """At a node's end, forget what it unpacked and nothing else wants (rule 5)."""
@@ -494,9 +549,7 @@ class _Run:
         highest, widest = 0, -1  # bytes, and the operation that runs then
         for op in steps:
             if op in loads:
-                loaded = sum([nbytes[target] for target in loads[op]])
-                seconds += loaded * graph.transfer_seconds_per_byte
-                now += loaded
+                now, seconds = self.bring_back(loads[op], node, now, seconds)
                 if now > highest:
                     highest, widest = now, op
                 if self.op_mark[op] != self.sweep:
@@ -514,6 +567,17 @@ class _Run:
         if bytes_around + highest > self.peak or self.timeline is not None:
             self.see("sweep", node, bytes_around + highest, self.kept, highest, value, widest)
         self.cached, self.extra_seconds = now, seconds
+
+    def bring_back(
+        self, targets: Iterable[int], node: int, now: int, seconds: float
+    ) -> tuple[int, float]:
+        """Rule 7, the way back of some values: bytes and extra seconds when they are there."""
+        start = self.of.node_starts[node]
+        assert self.back is not None
+        for target in targets:
+            arrived, more_bytes = self.back.bring(target, node, start + seconds)
+            now, seconds = now + more_bytes, arrived - start
+        return now, seconds
 
     def free_after(self, op: int, values: Iterable[int]) -> int:
         """Bytes of those of the values that this sweep made, needs for the last time here, and does
@@ -539,6 +603,55 @@ class _Run:
             if actions[output] == REBUILD:
                 made_in[output] = 0
         return freed
+
+
+class _WayBack:
+    """Rule 7, the way back: which offloaded value is fetched ahead, and when it is there."""
+
+    def __init__(self, run: _Run, moved: list[int]) -> None:
+        self.graph, self.until = run.graph, run.until
+        self.not_asked_for = moved  # the last is the next that is fetched
+        self.asked_for = bytearray(len(run.graph.nbytes))
+        self.coming = -1
+        self.arrives = 0.0
+        # nobody can ask for anything after it
+        self.last_node = max([self.until[value] for value in moved])
+
+    def bring(self, value: int, node: int, now: float) -> tuple[float, int]:
+        """When the value is there that is asked for at this moment, and the bytes that come on
+        top, with what is fetched from then on.
+        """
+        self.asked_for[value] = 1
+        if value == self.coming:
+            self.coming, more_bytes = -1, 0
+            now = max(now, self.arrives)
+        else:
+            dropped = self.coming >= 0 and self.until[self.coming] < node
+            more_bytes = self.graph.nbytes[value] - (self.let_go() if dropped else 0)
+            seconds = self._seconds(value)
+            if self.arrives > now:  # the other copy goes on beside this one
+                self.arrives += seconds
+            now += seconds
+        return now, more_bytes + self._fetch_ahead(node, now)
+
+    def _fetch_ahead(self, node: int, now: float) -> int:
+        """Begin to fetch another one; gives its bytes."""
+        rest = self.not_asked_for
+        while rest and self.coming < 0:
+            value = rest.pop()
+            if not self.asked_for[value] and self.until[value] >= node:
+                self.coming = value
+                self.arrives = max(now, self.arrives) + self._seconds(value)
+                return self.graph.nbytes[value]
+        return 0
+
+    def let_go(self) -> int:
+        """Forget what was fetched for nobody; gives its bytes."""
+        value, self.coming = self.coming, -1
+        return self.graph.nbytes[value] if value >= 0 else 0
+
+    def _seconds(self, value: int) -> float:
+        return self.graph.nbytes[value] * self.graph.transfer_seconds_per_byte
 
 
 def _segment_intervals(segments: Segments | None) -> tuple[list[int] | None, list[int]]:

@@ -324,6 +324,7 @@ class Profile:
             optimizer_burst_bytes=self.optimizer_burst_bytes + late,
             plain_seconds=self.plain_seconds(batch_size),
             transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
+            node_seconds=[node.seconds.at(batch_size) for node in self.nodes],
             static_breakdown=static,
             op_gathered=_each("gathered_bytes", self.operations),
             plain_needs=self.plain_needs,

@@ -44,6 +44,7 @@ class Graph:
     # to the host or the disk, one way; 0 means no offloading
     transfer_seconds_per_byte: float = 0.0
     static_breakdown: dict[str, int] = field(default_factory=dict)
+    node_seconds: list[float] = field(default_factory=list)
     # of other ranks' parameters, there while it first runs
     op_gathered: list[int] = field(default_factory=list)
     # What nodes need if nothing is recorded, where that is something else and known to work. See
@@ -61,6 +62,8 @@ class Graph:
     def __post_init__(self) -> None:
         if not self.op_gathered:
             object.__setattr__(self, "op_gathered", [0] * len(self.op_inputs))
+        if not self.node_seconds:
+            object.__setattr__(self, "node_seconds", [0.0] * len(self.node_needs))
         object.__setattr__(self, "unkeepable", self._find_unkeepable())
         object.__setattr__(self, "consumers", self._find_consumers())
         object.__setattr__(self, "last_need", self._find_last_needs())

@@ -267,6 +267,8 @@ class PlanFollower:
         if self._others:
             self._result_bytes += [new_bytes(result) for result in results]
         self._operation, self._value = position + 1, after
+        if self.store is not None and after > script.last:
+            self.store.finish()  # from here on nobody may hear who writes to what
         decision = script.decision(position, first, after)
         if decision.choices is None:
             return decision
@@ -300,6 +302,8 @@ class PlanFollower:
     def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
         """It is not the plan's forward any more; `where` says since when."""
         self.diverged = self.diverged or where
+        if self.store is not None:
+            self.store.finish()
         if self._script.sizes is not None:
             raise Diverged(where, operation, name)
 
@@ -307,7 +311,10 @@ class PlanFollower:
         """Copy a value out; returns the function that brings it back."""
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
-        return self.store.put(tensor)
+        load = self.store.put(tensor)
+        if self._value > self._script.last:
+            self.store.finish()
+        return load
 
     # ------------------------------------------------------------------------- the unrecorded rest
 

@@ -1,19 +1,32 @@
-"""Values that are moved out of the device's memory and back: to the host for an accelerator, to a
-file on the CPU.
+"""Values that are moved out of the device's memory and back, beside computation: to the host for an
+accelerator, to a file on the CPU.
+
+A value that goes out is held until `IN_FLIGHT` others have begun to go out after it, or until all
+that the plan moves out has: then computation waits for its copy, if it must, and lets go of it. On
+the way back, while one value is used another is fetched: of those that nobody has asked for, the
+one that went out last. So what is in memory, and when, is decided by counting, and not by what
+copies take: the peak is the same in every pass, and the simulator's (`planning/simulate.py`,
+rule 7).
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from gradfit.devices import devices_of, wait_for
+from gradfit.errors import OffloadError
+from gradfit.planning.simulate import IN_FLIGHT
+from gradfit.recompute.copying_thread import Copy, begin_copy
+from gradfit.units import format_bytes
 
 
 class Store:
@@ -24,164 +37,205 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self._file: _File | None = None
-        self._end = 0
-        self._hosts: dict[torch.device, _HostStore] = {}
+        self._ways: dict[torch.device, _Way] = {}
 
-    def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Copy out; the returned function makes the same tensor, layout included."""
+    def put(self, tensor: torch.Tensor) -> MovedValue:
+        """Copy out; what is returned makes the same tensor when it is called, layout included. The
+        tensor may be let go of at once, but not be written to before `before_write`.
+        """
         device = tensor.device
-        if device.type == "cpu":
-            return self._to_file(tensor)
-        if device not in self._hosts:
-            self._hosts[device] = _HostStore(device)
-        return self._hosts[device].put(tensor)
+        if device not in self._ways:
+            self._ways[device] = _Way(_Files() if device.type == "cpu" else _Host(device))
+        return self._ways[device].put(tensor)
 
-    def _to_file(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if self._file is None:
-            self._file = _File()
-        file, position = self._file, self._end
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        _write_all(file.descriptor, _bytes_of(tensor), position)
-        self._end += tensor.nbytes
-
-        def load() -> torch.Tensor:
-            result = torch.empty_strided(size, stride, dtype=dtype)
-            _read_all(file.descriptor, _bytes_of(result), position)
-            return result
-
-        return load
+    def finish(self) -> None:
+        """Wait for all that goes out, and let go of it."""
+        for way in self._ways.values():
+            way.finish()
 
 
-class _HostStore:
-    """Values of one device in pinned memory of the host, copied there and back beside computation.
+class _Copied(Protocol):
+    """What went out."""
 
-    A value is copied within the device first, in the order of its stream, so that whoever made it
-    may write over it or free it at once; that copy goes out on a stream of its own. It is there
-    until the next value goes out, or the first comes back: then computation waits for it. On the
-    way back, while one value is used the one that went out before it is fetched. So one value more
-    than those in use is on the device at a time, at the same places of every pass, whatever the
-    copies take.
-    """
+    def wait(self) -> None:
+        """Until its copy is made, as whoever frees what was copied must."""
+        ...
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._went_out: list[weakref.ref[_OnHost]] = []
-        self._leaving: _Moving | None = None
-        self._coming: _Fetched | None = None
+    def fetch(self) -> _Fetched:
+        """Begin to bring it back."""
+        ...
 
-    def put(self, tensor: torch.Tensor) -> _OnHost:
-        """Copy out; nobody waits for it but the next one."""
-        self._leaving = None
-        there = tensor.detach().clone(memory_format=torch.preserve_format)
-        host = torch.empty_like(there, device="cpu", pin_memory=True)
-        self._leaving = _Moving(there, host, there, _stream_of(self._device, "out"))
-        value = _OnHost(self, len(self._went_out), host, self._leaving.done)
-        self._went_out.append(weakref.ref(value))
-        return value
 
-    def bring_back(self, value: _OnHost) -> torch.Tensor:
-        """The value on the device; the one before it is on its way then."""
-        self._leaving = None
-        tensor = self._take_fetched(value)
-        if tensor is None:
-            torch.accelerator.current_stream(self._device).wait_event(value.went_out)
-            tensor = self._empty_like(value.host).copy_(value.host, non_blocking=True)
-        value.was_brought_back(tensor)
-        self._fetch_before(value.place)
-        return tensor
+class _Fetched(Protocol):
+    """What is coming back."""
 
-    def _take_fetched(self, value: _OnHost) -> torch.Tensor | None:
+    def arrived(self) -> torch.Tensor:
+        """The tensor, when it is there."""
+        ...
+
+
+class _Carrier(Protocol):
+    def send(self, tensor: torch.Tensor) -> _Copied:
+        """Begin to copy out. The caller holds the tensor until it has waited."""
+        ...
+
+
+class _Leaving(NamedTuple):
+    tensor: torch.Tensor
+    copied: _Copied
+
+
+class _Coming(NamedTuple):
+    """What is fetched ahead, and for which value."""
+
+    fetched: _Fetched
+    owner: weakref.ref[MovedValue]
+
+
+class _Way:
+    """Out of one device's memory and back, with few values on it at a time."""
+
+    def __init__(self, carrier: _Carrier) -> None:
+        self._carrier = carrier
+        self._leaving: deque[_Leaving] = deque()
+        self._went_out: list[weakref.ref[MovedValue]] = []  # that nobody has asked for
+        self._coming: _Coming | None = None
+        self._lock = threading.RLock()  # a backward pass may run in another thread
+
+    def put(self, tensor: torch.Tensor) -> MovedValue:
+        with self._lock:
+            while len(self._leaving) >= IN_FLIGHT:
+                self._let_go()
+            held = tensor.detach()
+            leaving = _Leaving(held, self._carrier.send(held))
+            self._leaving.append(leaving)
+            value = MovedValue(self, leaving.copied)
+            self._went_out.append(weakref.ref(value))
+            return value
+
+    def finish(self) -> None:
+        with self._lock:
+            while self._leaving:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what has been going out for the longest time."""
+        self._leaving[0].copied.wait()
+        self._leaving.popleft()
+
+    def bring_back(self, value: MovedValue) -> torch.Tensor:
+        """The value in a tensor of its own; another one is on its way then."""
+        with self._lock:
+            self.finish()
+            value.was_asked_for = True
+            fetched = self._take_coming(value)
+            tensor = (value.copied.fetch() if fetched is None else fetched).arrived()
+            self._fetch_ahead()
+            return tensor
+
+    def _take_coming(self, value: MovedValue) -> _Fetched | None:
         """The value, if it was fetched ahead. What was for one that nobody can ask for any more is
         let go.
         """
-        owner = None if self._coming is None else self._coming.owner()
-        if owner is not None and owner is not value:
+        coming = self._coming
+        owner = None if coming is None else coming.owner()
+        if coming is None or (owner is not None and owner is not value):
             return None
-        coming, self._coming = self._coming, None
-        return None if coming is None or owner is None else coming.moving.arrived()
+        self._coming = None
+        if owner is None:
+            coming.fetched.arrived()  # else somebody would still write to its memory
+        return None if owner is None else coming.fetched
 
-    def _fetch_before(self, place: int) -> None:
-        """Begin to fetch the last value that went out before this one and is not there, if no other
-        was fetched ahead.
+    def _fetch_ahead(self) -> None:
+        """Begin to fetch the value that went out last, of those that nobody has asked for in a
+        first backward pass.
         """
-        while self._went_out and self._went_out[-1]() is None:
-            self._went_out.pop()
-        if self._coming is not None:
-            return
-        for reference in reversed(self._went_out[:place]):
+        while self._coming is None and self._went_out:
+            reference = self._went_out.pop()
             value = reference()
-            if value is not None and not value.is_there:
-                stream = _stream_of(self._device, "back")
-                stream.wait_event(value.went_out)
-                tensor = self._empty_like(value.host)
-                moving = _Moving(tensor, tensor, value.host, stream)
-                self._coming = _Fetched(moving, reference)
-                return
+            if value is not None and not value.was_asked_for:
+                self._coming = _Coming(value.copied.fetch(), reference)
 
-    def _empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(host, device=self._device, pin_memory=False)
+
+class MovedValue:
+    """A value that went out; called, it is brought back."""
+
+    def __init__(self, way: _Way, copied: _Copied) -> None:
+        self._way, self.copied = way, copied
+        self.was_asked_for = False
+
+    def __call__(self) -> torch.Tensor:
+        return self._way.bring_back(self)
+
+    def before_write(self) -> None:
+        """Somebody is about to write to the tensor that it was copied from."""
+        self._way.finish()
+
+
+# -------------------------------------------------------------------------------------- to the host
+
+
+class _Host:
+    """Pinned memory of the host, with streams of its own there and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def send(self, tensor: torch.Tensor) -> _OnHost:
+        return _OnHost(tensor)
 
 
 class _OnHost:
-    """A value that went out; called, it is brought back."""
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._computing = torch.accelerator.current_stream(self._device)
+        self._went_out = _copy_on(_stream_of(self._device, "out"), self._host, tensor)
 
-    def __init__(
-        self, store: _HostStore, place: int, host: torch.Tensor, went_out: torch.Event
-    ) -> None:
-        self._store = store
-        self.place, self.host, self.went_out = place, host, went_out
-        self._there: weakref.ref[torch.Tensor] | None = None
+    def wait(self) -> None:
+        """The streams wait, and nobody else: of whoever may use the memory, or write to it."""
+        self._computing.wait_event(self._went_out)
+        torch.accelerator.current_stream(self._device).wait_event(self._went_out)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether what was brought back is still on the device."""
-        return self._there is not None and self._there() is not None
-
-    def was_brought_back(self, tensor: torch.Tensor) -> None:
-        self._there = weakref.ref(tensor)
-
-    def __call__(self) -> torch.Tensor:
-        return self._store.bring_back(self)
+    def fetch(self) -> _FromHost:
+        stream = _stream_of(self._device, "back")
+        stream.wait_event(self._went_out)
+        tensor = torch.empty_like(self._host, device=self._device, pin_memory=False)
+        return _FromHost(tensor, self._host, stream)
 
 
-class _Moving:
-    """A copy on another stream, from or to a `tensor` of the device.
-
-    The copy waits for what the stream of computation has done so far. When the tensor is let go,
-    wherever that is, that stream waits for the copy: its memory may be used again.
+class _FromHost:
+    """A copy to a tensor of the device. If that is let go before it was asked for, the stream of
+    computation waits: its memory may be used again.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, to: torch.Tensor, source: torch.Tensor, stream: torch.Stream
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._computing = torch.accelerator.current_stream(tensor.device)
-        self.done = torch.Event(tensor.device)
-        ready = torch.Event(tensor.device)
-        ready.record(self._computing)
-        stream.wait_event(ready)
-        with stream:
-            to.copy_(source, non_blocking=True)
-        self.done.record(stream)
+        self._came = _copy_on(stream, tensor, host)
 
     def arrived(self) -> torch.Tensor:
         """The tensor, for the current stream, which waits for it."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
-        torch.accelerator.current_stream(tensor.device).wait_event(self.done)
+        torch.accelerator.current_stream(tensor.device).wait_event(self._came)
         return tensor
 
     def __del__(self) -> None:
         if self._tensor is not None:
-            self._computing.wait_event(self.done)
+            self._computing.wait_event(self._came)
 
 
-class _Fetched(NamedTuple):
-    """What is fetched ahead, and for which value."""
-
-    moving: _Moving
-    owner: weakref.ref[_OnHost]
+def _copy_on(stream: torch.Stream, to: torch.Tensor, source: torch.Tensor) -> torch.Event:
+    """Copy on a stream, after what the stream of computation has done so far; gives the end."""
+    device = stream.device
+    ready, done = torch.Event(device), torch.Event(device)
+    ready.record(torch.accelerator.current_stream(device))
+    stream.wait_event(ready)
+    with stream:
+        to.copy_(source, non_blocking=True)
+    done.record(stream)
+    return done
 
 
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
@@ -195,13 +249,103 @@ def _stream_of(device: torch.device, direction: str) -> torch.Stream:
     return _streams[key]
 
 
+# ---------------------------------------------------------------------------------------- to a file
+
+
+class _Files:
+    """A file that a thread writes, and reads ahead.
+
+    It is written by calls, and not mapped: on a disk that is full a call says so, and a mapping
+    ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._file: _File | None = None
+        self._end = 0
+
+    def send(self, tensor: torch.Tensor) -> _InFile:
+        if self._file is None:
+            self._file = _File()
+        position = self._end
+        self._end += tensor.nbytes
+        return _InFile(self._file, position, tensor)
+
+
+class _InFile:
+    def __init__(self, file: _File, position: int, tensor: torch.Tensor) -> None:
+        self._file, self._position = file, position
+        self._layout = tensor.size(), tensor.stride(), tensor.dtype
+        content = _bytes_of(tensor)
+        self._copy = begin_copy(lambda: _write_all(file, content, position))
+
+    def wait(self) -> None:
+        self._copy.wait()
+
+    def fetch(self) -> _FromFile:
+        self.wait()
+        size, stride, dtype = self._layout
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        content, file, position = _bytes_of(tensor), self._file, self._position
+        return _FromFile(tensor, begin_copy(lambda: _read_all(file, content, position)))
+
+
+class _FromFile(NamedTuple):
+    tensor: torch.Tensor
+    copy: Copy
+
+    def arrived(self) -> torch.Tensor:
+        self.copy.wait()
+        return self.tensor
+
+
 class _File:
     """An unnamed temporary file that is closed when nobody refers to it any more."""
 
     def __init__(self) -> None:
-        file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - closed below
+        try:
+            file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise _failed("No file could be made for what is offloaded", error) from error
         self.descriptor = file.fileno()
         self._close = weakref.finalize(self, file.close)
+
+
+def _write_all(file: _File, content: memoryview, position: int) -> None:
+    try:
+        while content:
+            count = os.pwrite(file.descriptor, content, position)
+            content, position = content[count:], position + count
+    except OSError as error:
+        raise _failed(_where("written", content, position), error) from error
+
+
+def _read_all(file: _File, target: memoryview, position: int) -> None:
+    try:
+        while target:
+            count = os.preadv(file.descriptor, [target], position)
+            if not count:
+                raise OSError("the file ended early")
+            target, position = target[count:], position + count
+    except OSError as error:
+        raise _failed(_where("read back", target, position), error) from error
+
+
+def _where(done: str, left: memoryview, position: int) -> str:
+    at, size = format_bytes(position), format_bytes(left.nbytes)
+    return f"{size} of what is offloaded could not be {done} at {at} of a temporary file"
+
+
+def _failed(what: str, error: OSError) -> OffloadError:
+    folder = tempfile.tempdir or "the folder for temporary files"
+    return OffloadError(
+        f"{what}: {error}. Make room in {folder}, set TMPDIR to a folder that has some before"
+        " Python starts, or leave offload out."
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
 
 def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:
@@ -211,30 +355,12 @@ def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:
     slowest = float("inf")
     for _ in range(2):
         wait_for(devices)
-        started = time.perf_counter()
-        load = Store().put(content)
+        store, started = Store(), time.perf_counter()
+        load: Callable[[], torch.Tensor] = store.put(content)
+        store.finish()
         wait_for(devices)
         middle = time.perf_counter()
         load()
         wait_for(devices)
         slowest = min(slowest, max(middle - started, time.perf_counter() - middle))
     return nbytes / slowest
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
-
-
-def _write_all(descriptor: int, content: memoryview, position: int) -> None:
-    while content:
-        count = os.pwrite(descriptor, content, position)
-        content, position = content[count:], position + count
-
-
-def _read_all(descriptor: int, target: memoryview, position: int) -> None:
-    while target:
-        count = os.preadv(descriptor, [target], position)
-        if not count:
-            raise OSError("gradfit: an offloaded activation's file ended early")
-        target, position = target[count:], position + count

@@ -353,6 +353,7 @@ class StorageTable:
         value.op = new_operation(op.index, load, LOAD, [], NO_KWARGS, [])
         value.op.outputs = (_reference_to(value),)
         value.position = 0
+        value.forward_tensor = nothing  # so that writes go the long way: see `copy_value`
 
     def register(self, op: TapeOperation) -> None:
         """Tell an operation's inputs of it."""
@@ -415,7 +416,11 @@ class StorageTable:
             self.before_unknown_write(target, key)
 
     def copy_value(self, old: TapeValue) -> None:
-        """An old version that is held by reference is about to be lost."""
+        """An old version that is held by reference, or on its way out, is about to be lost."""
+        if old.op is not None and old.op.info is LOAD:
+            before_write = getattr(old.op.func, "before_write", None)
+            if before_write is not None:
+                before_write()
         if old.tensor is None or old.key in self.parameters.refilled:
             return
         if old.op is not None:
