@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
+from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
 
 _T = TypeVar("_T")
@@ -54,6 +54,35 @@ def fill(
                 _set_all(best, dropped, REBUILD)
         if result.extra_seconds == before:
             break
+    return best
+
+
+def move_instead(
+    simulator: Simulator,
+    actions: Sequence[int],
+    segments: Segments,
+    budget_bytes: int,
+    *,
+    evaluations: int,
+) -> list[int]:
+    """Keep what is moved out, what was made last first, and move out what is rebuilt, most seconds
+    per byte first, while the budget holds; never slower than what it was given.
+    """
+    best = list(actions)
+    result = simulator.run(best, segments)
+    groups = _groups(simulator.graph)
+    moved = [v for group in reversed(groups.values()) for v in group if best[v] == OFFLOAD]
+    rebuilt = _worth_keeping(simulator.graph, groups, best, result)
+    changes = [([value], KEEP) for value in moved] + [(values, OFFLOAD) for values in rebuilt]
+    for values, action in changes[:evaluations]:
+        before = [best[value] for value in values]
+        _set_all(best, values, action)
+        trial = simulator.run(best, segments)
+        if trial.peak_bytes <= budget_bytes and trial.extra_seconds < result.extra_seconds:
+            result = trial
+        else:
+            for value, old in zip(values, before, strict=True):
+                best[value] = old
     return best
 
 

@@ -32,9 +32,10 @@ from typing import Literal
 import numpy as np
 
 from gradfit.planning.chain import best_chain
-from gradfit.planning.local_search import anneal, fill, hold_longer
+from gradfit.planning.local_search import anneal, fill, hold_longer, move_instead
 from gradfit.planning.min_cut import PricedCut
 from gradfit.planning.nested_ways import nested_ways
+from gradfit.planning.offload_windows import may_move, moved_from_the_start
 from gradfit.planning.piece_options import Option, Way, flat_ways, options, prune, unit_ways
 from gradfit.planning.pieces import Anatomy, Piece, find_cuts, keep_needed, together
 from gradfit.planning.simulate import KEEP, Segments, Simulation, Simulator
@@ -46,6 +47,7 @@ _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _LONGEST_NESTED = 1500  # operations
 _MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
 _KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every third
+_PRICES = 8  # steps between those at which what is rebuilt beside moving is looked for
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
@@ -99,6 +101,7 @@ class FastSolver:
         self._networks: dict[int, PricedCut] = {}
         self._at_prices: dict[tuple[int, float], Solution] = {}
         self._smallest: Solution | None = None
+        self._unmoved: list[Sequence[int]] | None = None
         # Below the lowest density everything is kept; far above the highest all that can go is
         # dropped, chains of operations too, whose seconds add up. Prices are searched in between.
         densities = self._seconds_per_byte()
@@ -182,7 +185,35 @@ class FastSolver:
         """One price per byte for the whole graph, with what crosses every n-th cut kept to bound
         the burst.
         """
-        return [fit for every in _KEPT_CUTS for fit in self._near_the_price(every, budget_bytes)]
+        priced = [fit for every in _KEPT_CUTS for fit in self._near_the_price(every, budget_bytes)]
+        return [*priced, *self._moved(budget_bytes)]
+
+    def _moved(self, budget_bytes: int) -> list[Solution]:
+        """Plans that move values out beside computation, where that is offered."""
+        if not may_move(self.graph):
+            return []
+        found: list[Solution] = []
+
+        def fits(actions: list[int]) -> bool:
+            trial = self._simulated(actions, Segments([0] * len(actions)))
+            if trial.peak_bytes > budget_bytes or not trial.can_be_run:
+                return False
+            found.append(trial)
+            return True
+
+        for actions in self._with_less_and_less_held():
+            moved_from_the_start(self.simulator, actions, fits)
+        return found
+
+    def _with_less_and_less_held(self) -> list[Sequence[int]]:
+        """Plans that move nothing out: all kept, and more and more rebuilt."""
+        if self._unmoved is None:
+            still = replace(self.graph, may_offload=False)
+            network = PricedCut(still, self._crossing(0))
+            ratio = self._dearest_price / self._cheapest_price
+            prices = [self._cheapest_price * ratio ** (n / _PRICES) for n in range(1, _PRICES)]
+            self._unmoved = [keep_needed(still), *map(network.at, prices)]
+        return self._unmoved
 
     def _near_the_price(self, every: int, budget_bytes: int) -> list[Solution]:
         """Plans that fit, at prices closer and closer to the least at which one does."""
@@ -375,6 +406,14 @@ class FastSolver:
             budget_bytes,
             evaluations=evaluations,
         )
+        if may_move(self.graph):
+            actions = move_instead(
+                self.simulator,
+                actions,
+                solution.segments,
+                budget_bytes,
+                evaluations=evaluations,
+            )
         segments = together(self.graph, actions, solution.segments)
         if len(segments.parent) > 1:
             segments = hold_longer(
