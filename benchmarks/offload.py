@@ -79,7 +79,9 @@ class Ways:
         return live.peak_bytes
 
 
-def plans(ways: Ways, bandwidth: float, shares: list[float]) -> Iterator[tuple[str, gf.Plan, gf.Plan]]:
+def plans(
+    ways: Ways, bandwidth: float, shares: list[float]
+) -> Iterator[tuple[str, gf.Plan, gf.Plan]]:
     """At each budget, a share of the way from the least to everything: moving, and rebuilding."""
     rebuilding = gf.profile(ways.model, loss_fn, ways.tokens)
     moving = gf.profile(ways.model, loss_fn, ways.tokens, host_bandwidth=bandwidth)
@@ -107,7 +109,9 @@ def report(name: str, ratios: list[float], plan: gf.Plan, base_seconds: float, p
 
 def on_the_cpu(rounds: int) -> None:
     torch.manual_seed(0)
-    model = Transformer(vocabulary=2048, length=256, layers=6, width=256, heads=4, causal=True, dropout=0.0)
+    model = Transformer(
+        vocabulary=2048, length=256, layers=6, width=256, heads=4, causal=True, dropout=0.0
+    )
     ways = Ways(model, torch.randint(2048, (8, 257)))
     for _ in range(2):
         ways.plain()

@@ -42,6 +42,7 @@ CPU_ALONE: dict[str, str] = {
     "tests/recompute/test_planned.py::test_offloaded_values": (
         "the file is where the CPU offloads to"
     ),
+    "tests/recompute/test_offload_beside.py": "the file is where the CPU offloads to",
     "tests/recompute/test_hard_cases.py::test_a_sparse": _SPARSE,
     "tests/recompute/test_most_bytes.py::"
     "test_an_operation_never_takes_more[_scaled_dot_product_flash_attention_for_cpu": (

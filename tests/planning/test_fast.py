@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +84,25 @@ def test_offloading_is_taken_where_moving_is_cheaper_than_rebuilding() -> None:
     assert found is not None
     assert 2 in found.actions
     assert found.extra_seconds < 1.0
+
+
+@pytest.mark.parametrize("name", ["transformer", "resnet"])
+def test_moving_that_hides_behind_computing_takes_less_than_rebuilding(name: str) -> None:
+    """At a bandwidth at which moving everything, there and back, takes as long as the step."""
+    profile = transformer(8) if name == "transformer" else resnet(12)
+    rebuilding = profile.at(8)
+    everything = 2 * sum(rebuilding.held_bytes) / rebuilding.plain_seconds
+    graph = replace(profile, host_bandwidth=everything).at(8)
+    without, with_moving = FastSolver(rebuilding), FastSolver(graph)
+    for share in (0.5, 0.4, 0.3):
+        budget = room(rebuilding, without, share)
+        dearer = without.solve(budget, effort="fill")
+        cheaper = with_moving.solve(budget, effort="fill")
+        assert dearer is not None
+        assert cheaper is not None
+        assert cheaper.peak_bytes <= budget
+        assert simulate(graph, cheaper.actions, cheaper.segments) == cheaper.simulation
+        assert cheaper.extra_seconds < 0.5 * dearer.extra_seconds
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planning_graphs import random_plan, random_profile, transformer
 from planning_reference import Reference
 
-from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator, simulate
+from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD, Segments, Simulator, simulate
 from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
 from gradfit.profiling.step_graph import Graph
 
@@ -99,6 +99,48 @@ def test_segments_hold_less_and_replay_more() -> None:
     timeline: list[tuple[str, int, int]] = []
     simulate(graph, actions, segments, timeline=timeline)
     assert max(now for phase, _, now in timeline if phase != "forward") == 1000 + 200 + 4 + 10
+
+
+def moved_chain(seconds_per_byte: float) -> Graph:
+    """Six operations of a second and 100 bytes each; every backward node takes two seconds."""
+    count = 6
+    values = [Value(Linear(5), None, 0, count)]
+    values += [Value(Linear(100), i, i + 1, min(i + 1, count - 1)) for i in range(count)]
+    ops = tuple(Operation(f"op{i}", (i,), (i + 1,), seconds=Linear(1.0)) for i in range(count))
+    nodes = tuple(
+        BackwardNode(f"{v}", (v,), Linear(2.0), Linear(0), Linear(0), Linear(0))
+        for v in range(count, 0, -1)
+    )
+    return Profile(
+        tuple(values), ops, nodes, parameter_bytes=1000, host_bandwidth=1 / seconds_per_byte
+    ).at(1)
+
+
+def test_copies_cost_nothing_while_something_else_is_computed() -> None:
+    graph = moved_chain(0.009)  # 0.9 s for a value
+    actions = [KEEP, OFFLOAD, OFFLOAD, OFFLOAD, OFFLOAD, KEEP, KEEP]
+    result = simulate(graph, actions)
+    # the last that goes out is waited for, and the first that comes back
+    assert result.extra_seconds == pytest.approx(0.9 + 0.9)
+    # In forward two are on their way out, of which one is read, while another is made.
+    assert result.peak_bytes == 1000 + 300
+
+
+def test_computation_waits_for_copies_that_take_longer() -> None:
+    graph = moved_chain(0.03)  # three seconds for a value
+    actions = [KEEP, OFFLOAD, OFFLOAD, OFFLOAD, OFFLOAD, KEEP, KEEP]
+    result = simulate(graph, actions)
+    # Four copies one after the other, from the end of the first operation to that of the fourth;
+    # then one that comes back, and each of the others but for two seconds of a node.
+    assert result.extra_seconds == pytest.approx((12 - 3) + 3 + 3 * (3 - 2))
+
+
+def test_what_is_used_while_another_is_fetched_holds_both() -> None:
+    graph = moved_chain(0.001)
+    timeline: list[tuple[str, int, int]] = []
+    simulate(graph, [KEEP, *[OFFLOAD] * 6], timeline=timeline)
+    in_backward = [now for phase, _, now in timeline if phase == "backward"]
+    assert in_backward == [1000 + 200] * 5 + [1000 + 100]
 
 
 def test_what_cannot_be_replayed_makes_a_plan_that_replays_it_worthless() -> None:

@@ -2,9 +2,9 @@
 
 A copy costs nothing while computation has something else to do, and everything when it waits. So
 a price for each byte, as a minimum cut has it, says little about moving: what counts is when each
-value is made and needed. Here some plan says what is rebuilt; of the rest values are moved out from
-the start of the forward on, which have the longest time on both ways, until the budget holds: all of
-them, or only those whose copies computation would not have to wait for.
+value is made and needed. Here some plan says what is rebuilt; of the rest values are moved out,
+from the start of the forward on, where there is most time for both ways, until the budget holds:
+all of them, or only those whose copies computation would not have to wait for.
 
 Bound reached: none is proven. The number of simulations does not grow with the graph, but for the
 logarithm of its values.

@@ -8,6 +8,7 @@ can be started, or in a process that was forked.
 
 from __future__ import annotations
 
+import copy
 import os
 import queue
 import threading
@@ -36,8 +37,9 @@ class Copy:
         try:
             if self._make is not None:
                 self._make()
-        except BaseException as error:  # noqa: BLE001 - whoever waits is told
-            self._error = _without_frames(error)
+        except BaseException as error:
+            # Whoever waits is told; without frames, which hold what was to be copied.
+            self._error = copy.copy(error)
         finally:
             self._make = None
             self._done.set()
@@ -47,16 +49,7 @@ class Copy:
         self.run()
         self._done.wait()
         if self._error is not None:
-            raise self._error
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """They would hold what was to be copied for as long as somebody looks at the error."""
-    chained: BaseException | None = error
-    while chained is not None:
-        chained.__traceback__ = None
-        chained = chained.__context__
-    return error
+            raise copy.copy(self._error)  # it gets frames, which hold the graph that holds this
 
 
 class _CopyingThread:
@@ -66,9 +59,9 @@ class _CopyingThread:
         self._changing = threading.Lock()  # whether there is a thread
         self.copying = threading.Lock()  # held while it makes a copy
 
-    def begin(self, copy: Copy) -> None:
-        """Have the copy made after those before it."""
-        self._copies.put(copy)
+    def begin(self, one: Copy) -> None:
+        """Have a copy made after those before it."""
+        self._copies.put(one)
         with self._changing:
             if self._thread is None:
                 self._start()
@@ -86,14 +79,14 @@ class _CopyingThread:
     def _run(self) -> None:
         while True:
             try:
-                copy = self._copies.get(timeout=_IDLE_SECONDS)
+                one = self._copies.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 if self._may_end():
                     return
                 continue
             with self.copying:
-                copy.run()
-            del copy  # while it waits for the next
+                one.run()
+            del one  # while it waits for the next
 
     def _may_end(self) -> bool:
         with self._changing:
@@ -113,9 +106,9 @@ def begin_copy(make: Callable[[], None]) -> Copy:
     Args:
         make: what copies.
     """
-    copy = Copy(make)
-    _thread.begin(copy)
-    return copy
+    one = Copy(make)
+    _thread.begin(one)
+    return one
 
 
 def _after_fork_in_child() -> None:
