@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import gradfit as gf
+from gradfit.planning.recording_extent import in_effect, operations_recorded
+from gradfit.planning.simulate import ACTION_NAMES, KEEP, OFFLOAD, REBUILD, Simulator
 from gradfit.recompute import copying_thread, offload
 from gradfit.recompute.offload import Store
 
@@ -55,13 +57,28 @@ def network() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*blocks), torch.randn(64, 32)
 
 
-def moving_plan(model: nn.Module, batch: Tensor, share: float = 0.3) -> gf.Plan:
-    profile = gf.profile(model, square, batch, host_bandwidth=1e13)
-    plain, least = gf.plan(profile, memory="1 GiB"), gf.frontier(profile, points=2)[-1]
-    memory = int(least.peak_bytes + share * (plain.peak_bytes - least.peak_bytes))
-    plan = gf.plan(profile, memory=memory)
-    assert plan.actions.count("offload") > 3
-    return plan
+def moving_plan(model: nn.Module, batch: Tensor) -> gf.Plan:
+    """Everything that can be moved out is."""
+    profile = gf.profile(model, square, batch, host_bandwidth=1e9)
+    base, graph = gf.plan(profile, memory="1 GiB"), profile.at(len(batch), accumulates=False)
+    actions = [
+        OFFLOAD if op >= 0 and keepable and last >= 0 else REBUILD if unkeepable else KEEP
+        for op, keepable, unkeepable, last in zip(
+            graph.producer, graph.keepable, graph.unkeepable, graph.last_need, strict=True
+        )
+    ]
+    simulator = Simulator(graph)
+    actions = in_effect(actions, simulator.alive_until(actions))
+    assert actions.count(OFFLOAD) > 5
+    return dataclasses.replace(
+        base,
+        actions=tuple(
+            "external" if op < 0 else ACTION_NAMES[action]
+            for action, op in zip(actions, graph.producer, strict=True)
+        ),
+        heard=operations_recorded(graph, actions),
+        peak_bytes=simulator.run(actions).peak_bytes,
+    )
 
 
 def after_plain(model: nn.Module, batch: Tensor) -> list[Tensor | None]:
