@@ -201,7 +201,126 @@ def test_what_the_budget_is_and_what_it_took_is_said() -> None:
     assert held.use.budget_bytes == held.limit_bytes == 1 << 30
     assert held.use.forwards == 2
     assert "forwards: 2, values dropped: 0, 0 s to rebuild them" in str(held.use)
-    assert held.plan is None
+    assert held.plan is not None
+    assert held.plan.keeps_everything
+    assert held.plan.budget_bytes == 1 << 30
+
+
+class Steps:
+    """What a loop has come to, and what its budget was like in every step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.peak_bytes = 0
+        self.uses: list[gf.BudgetUse] = []
+        self.plans: list[gf.Plan | None] = []
+
+
+def train(share: float, lengths: list[int], layers: int = 16) -> tuple[Steps, Steps]:
+    """A loop without a budget, and below this share of its peak."""
+
+    def run(limit: int | None) -> Steps:
+        steps = Steps()
+        torch.manual_seed(0)
+        blocks = [(nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)]
+        model = nn.Sequential(*[part for block in blocks for part in block])
+        optimizer = adam(model)
+        with gf.meter() as live:
+            handle = None if limit is None else gf.auto_checkpoint(model, limit)
+            for length in lengths:
+                optimizer.zero_grad()
+                model(torch.randn(length, 48)).square().mean().backward()
+                optimizer.step()
+                if handle is not None:
+                    steps.uses.append(handle.use)
+                    steps.plans.append(handle.plan)
+            steps.found = [*state(model), torch.get_rng_state()]
+            if handle is not None:
+                handle.remove()
+        steps.peak_bytes = live.peak_bytes
+        return steps
+
+    plain = run(None)
+    others = bytes_there()
+    return plain, run(others + int(share * plain.peak_bytes))
+
+
+def test_from_the_second_forward_on_by_a_plan() -> None:
+    plain, held = train(0.6, [256] * 6)
+    assert same(held.found, plain.found)
+    assert held.peak_bytes <= 0.6 * plain.peak_bytes
+    assert [use.planned for use in held.uses] == [0, 1, 2, 3, 4, 5]
+    assert all(plan is not None and "rebuild" in plan.actions for plan in held.plans)
+    first, second, last = held.uses[0], held.uses[1], held.uses[-1]
+    assert first.evictions > 0
+    assert last.evictions - second.evictions < second.evictions  # the plan holds it by itself
+    assert last.rebuilt_seconds > second.rebuilt_seconds
+    assert last.planning_seconds > 0
+    assert "(5 by a plan)" in str(last)
+
+
+def test_a_plan_for_each_length() -> None:
+    plain, held = train(0.7, [256, 128, 256, 192, 128, 256, 192, 128, 64])
+    assert same(held.found, plain.found)
+    assert held.peak_bytes <= 0.7 * plain.peak_bytes
+    assert held.uses[-1].planned >= 4
+
+
+def test_where_memory_is_not_short_the_plan_is_made_when_it_is_asked_for() -> None:
+    model = deep(layers=2)
+    with gf.budget("1 GiB") as held:
+        before = held.plan
+        assert before is None  # nothing has run yet
+        passes(model, 3)
+        assert held.use.planned == 0
+        assert held.use.planning_seconds == 0
+        plan = held.plan
+        assert plan is not None
+        assert plan.keeps_everything
+        assert held.plan is plan
+    assert held.plan is plan  # afterwards, too
+
+
+def test_a_forward_that_leaves_its_plan_goes_on_online() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(12)]
+            self.layers, self.odd = nn.ModuleList(layers), nn.Linear(48, 48)
+
+        def forward(self, x: torch.Tensor, at: int) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                x = torch.relu(self.odd(x)) if number == at else layer(x)
+            return x
+
+    def run(limit: int | None) -> tuple[list[torch.Tensor], int, int]:
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = adam(model)
+        with gf.meter() as live, contextlib.ExitStack() as stack:
+            handle = stack.enter_context(gf.budget(limit)) if limit is not None else None
+            for at in (3, 3, 9, 3, 0, 9, 99, 3):
+                optimizer.zero_grad()
+                model(torch.randn(256, 48), at).square().mean().backward()
+                optimizer.step()
+            planned = 0 if handle is None else handle.use.planned
+        return state(model), live.peak_bytes, planned
+
+    expected, peak, _ = run(None)
+    others = bytes_there()
+    found, high, planned = run(others + int(0.7 * peak))
+    assert same(found, expected)
+    assert high <= 0.7 * peak
+    assert planned > 0
+
+
+def test_sequences_that_are_not_run_again_are_forgotten() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with gf.budget("1 GiB") as held:
+        for rows in range(1, 40):
+            model(torch.randn(rows, 8)).sum().backward()
+        known = held._work.plans._known[model]  # type: ignore[union-attr]
+        assert len(known) == 16
 
 
 def test_a_block_is_entered_once_at_a_time() -> None:

@@ -4,6 +4,7 @@ child of its own.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ import pytest
 import torch
 from interrupts import WHERE, AtLine, interrupted
 
+import gradfit as gf
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.batches.snapshot import trials_end, untouched
+from gradfit.fitting import any_loop
 from gradfit.interrupts import uninterrupted
 from gradfit.own_passes import owner_of
 from gradfit.tape import generators
+from gradfit.tape.recorder import is_recording
 
 # Python drops what is raised in a callback of a weak reference, of which torch's compiler has some
 # for tensors of other tests: then the work just goes on.
@@ -168,3 +173,70 @@ def test_ctrl_c_at_every_line_of_a_trial_leaves_no_trace() -> None:
         if moment.lines < line:
             break
     assert line > 100
+
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+@pytest.fixture
+def few_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither collections nor a budget look at what other tests have left."""
+    monkeypatch.setattr(any_loop, "live_tensors", lambda: iter(()))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def set_by_a_manager() -> tuple[Any, ...]:
+    modules = torch.nn.modules.module
+    return gc.get_threshold(), list(modules._global_forward_pre_hooks), is_recording()
+
+
+def test_ctrl_c_while_a_manager_begins_leaves_nothing_on() -> None:
+    """A `with` whose `__enter__` raises calls no `__exit__`."""
+    manager = gf.CheckpointManager(max_memory_mb=64, auto_checkpoint=True)
+    with manager:
+        MODEL(torch.ones(2, 2)).sum().backward()
+    before = set_by_a_manager()
+    for line in itertools.count(1):
+        moment = AtLine(line)
+        came = interrupted(manager.__enter__, moment)
+        if not came or "in __enter__" not in WHERE[0]:  # when it had returned
+            manager.stop()
+        assert set_by_a_manager() == before, WHERE[0]
+        if moment.lines < line:
+            break
+    assert line > 20
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_ctrl_c_while_a_budget_begins_leaves_none() -> None:
+    """Nobody has the handle yet, by which it would be removed."""
+
+    def hold() -> None:
+        handles.append(gf.auto_checkpoint(MODEL, "1 GiB"))
+
+    for line in itertools.count(1):
+        handles: list[gf.MemoryBudget] = []
+        moment = AtLine(line)
+        interrupted(hold, moment)
+        for handle in handles:
+            handle.remove()
+        assert any_loop._thread.budgets is None, WHERE[0]
+        if moment.lines < line:
+            break
+    assert line > 20
+
+
+def test_ctrl_c_while_an_automatic_manager_is_made_leaves_no_hook_that_fails() -> None:
+    def make() -> None:
+        gf.CheckpointManager(max_memory_mb=64, auto_checkpoint=True)
+
+    for line in itertools.count(1):
+        moment = AtLine(line)
+        interrupted(make, moment)
+        MODEL(torch.ones(2, 2))
+        if moment.lines < line:
+            break
+    assert line > 5

@@ -417,7 +417,7 @@ def test_flex_attention_trains_where_torch_lets_it() -> None:
     words = []
     for there in (contextlib.nullcontext(), gf.CheckpointScope("a")):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match=".") as refused, there:
+        with pytest.raises(RuntimeError) as refused, there:
             attention(q, k, v).sum().backward()
         words.append((type(refused.value), str(refused.value).partition("\n")[0]))
     assert words[0] == words[1]

@@ -6,7 +6,8 @@ made again before an operation would pass the smallest of the thread's budgets. 
 again is what runs inside of a module's forward with gradients: around each such call, the outermost
 alone, operations are recorded. What a forward leaves behind may be dropped at any time until its
 backward pass, so it does not matter which loop it is, nor how many forwards come before a backward
-pass.
+pass. What is better dropped at once, and where replays begin, say plans (`forward_plans.py`), from
+the second forward of a sequence of operations on.
 
 Forwards are found by torch's hooks for all modules, so that nothing of ours is in a model: its
 copies, pickles and states are what they would be without.
@@ -28,8 +29,10 @@ from gradfit._torch_listen import others_take_saves, untraced
 from gradfit.arguments import read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.budget import live_tensors, read_budget_of_all
+from gradfit.fitting.forward_plans import ForwardPlans, PlannedOrOnline
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
+from gradfit.planning.plan import Plan
 from gradfit.recompute.evict import Evictor
 from gradfit.recompute.scope import explain_unsupported
 from gradfit.tape.recorder import Recorder, is_recording
@@ -54,12 +57,17 @@ class BudgetUse(NamedTuple):
     evictions: int
     """Values that were dropped, each as often as it was."""
     rebuilt_seconds: float
-    """Spent making them again."""
+    """Spent making them again, and what plans rebuild."""
+    planned: int = 0
+    """Forwards that came to their end by a plan."""
+    planning_seconds: float = 0.0
+    """Spent making plans."""
 
     def __str__(self) -> str:
+        planned = f" ({self.planned} by a plan)" if self.planned else ""
         return (
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)};"
-            f" forwards: {self.forwards}, values dropped: {self.evictions},"
+            f" forwards: {self.forwards}{planned}, values dropped: {self.evictions},"
             f" {format_seconds(self.rebuilt_seconds)} to rebuild them"
         )
 
@@ -86,6 +94,7 @@ class MemoryBudget(NotCopied):
         self.device = device
         self._work: _ThreadBudgets | None = None
         self._use = BudgetUse(limit_bytes, 0, 0, 0, 0.0)
+        self._plan: Plan | None = None
 
     def __repr__(self) -> str:
         state = "removed" if self._work is None else "at work"
@@ -109,21 +118,42 @@ class MemoryBudget(NotCopied):
         return self._use
 
     @property
-    def plan(self) -> None:
-        """None: what is dropped is decided while a forward runs, in every forward."""
+    def plan(self) -> Plan | None:
+        """For the last forward that came to its end, and the room that there was; None before
+        that.
+        """
+        if self._work is not None:
+            self._plan = self._work.plans.plan_of(self.model)
+        return self._plan
 
     def start(self) -> None:
         """Hold the budget from now on, in this thread."""
-        with uninterrupted():
-            work = _thread.budgets
-            if work is None or work.is_closed:
-                work = _ThreadBudgets(self.device)
+        try:
+            with uninterrupted():
+                self._begin()
+            self._check_what_is_there()
+        except BaseException:  # Ctrl-C, too: nobody would know of a budget to remove
+            self.remove()
+            raise
+
+    def _begin(self) -> None:
+        work = _thread.budgets
+        if work is None or work.is_closed:
+            work = _ThreadBudgets(self.device)
+        try:
             work.add(self)
-            self._work, self._begun = work, work.mark()
+        finally:
+            work.close_if_unused()
+        self._work, self._begun = work, work.mark()
+
+    def _check_what_is_there(self) -> None:
+        """Refuse what is above the budget already."""
+        work = self._work
+        if work is None:
+            return
         if work.live_bytes > self.limit_bytes:
             gc.collect()
         if work.live_bytes > self.limit_bytes:
-            self.remove()
             raise _too_much_there(work.live_bytes, self.limit_bytes)
 
     def remove(self) -> None:
@@ -132,21 +162,29 @@ class MemoryBudget(NotCopied):
         """
         with uninterrupted():
             if self._work is not None:
-                self._use = self.use
+                self._use, self._plan = self.use, self.plan
                 work, self._work = self._work, None
                 work.discard(self)
 
     def __enter__(self) -> MemoryBudget:
-        if self._work is None:
-            self.start()
-        elif self._model is None:
+        try:
+            if self._work is None:
+                self.start()
+                return self
+        except BaseException:
+            self.remove()
+            raise
+        if self._model is None:
             raise MisuseError(
                 "This budget is entered already. Call gf.budget() again for a block inside."
             )
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.remove()
+        try:
+            self.remove()
+        finally:  # Ctrl-C may have come before its first line
+            self.remove()
         if kind is RuntimeError and "saved tensor hooks" in str(error):
             explain_unsupported("a block of gf.budget", kind, error, trace)
 
@@ -161,6 +199,8 @@ class _Mark(NamedTuple):
     forwards: int
     evictions: int
     rebuilt_seconds: float
+    planned: int
+    planning_seconds: float
 
 
 class _ThreadBudgets:
@@ -174,10 +214,12 @@ class _ThreadBudgets:
         self.is_closed = False
         self._device = device
         self._evictor = Evictor(NO_BUDGET, device=device, advice=_ADVICE)
+        self.plans = ForwardPlans(self._evictor)
         self._budgets: list[MemoryBudget] = []
         self._thread = threading.get_ident()
         self._counted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recorder: Recorder | None = None
+        self._forward: PlannedOrOnline | None = None  # what it decides by
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._forwards = 0
         self._evictor.__enter__()
@@ -204,6 +246,10 @@ class _ThreadBudgets:
         """Hold it no more; the last one ends all of it, in its own thread: another one cannot."""
         self._budgets = [one for one in self._budgets if one is not budget]
         self._set_limit()
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        """End all of it, if no budget is left."""
         if not self._budgets and threading.get_ident() == self._thread and not self.is_closed:
             self.is_closed = True
             self._end_recording()
@@ -224,7 +270,14 @@ class _ThreadBudgets:
         """For `use_since`; a new peak begins."""
         if len(self._budgets) == 1:
             self._evictor.reset_peak()
-        return _Mark(self._forwards, self._evictor.evictions, self._evictor.rebuilt_seconds)
+        evictor, plans = self._evictor, self.plans
+        return _Mark(
+            self._forwards,
+            evictor.evictions,
+            evictor.rebuilt_seconds,
+            plans.planned,
+            plans.planning_seconds,
+        )
 
     def use_since(self, mark: _Mark) -> BudgetUse:
         """What was done since then."""
@@ -235,6 +288,8 @@ class _ThreadBudgets:
             self._forwards - mark.forwards,
             evictor.evictions - mark.evictions,
             evictor.rebuilt_seconds - mark.rebuilt_seconds,
+            self.plans.planned - mark.planned,
+            self.plans.planning_seconds - mark.planning_seconds,
         )
 
     def forget(self) -> None:
@@ -257,18 +312,24 @@ class _ThreadBudgets:
         self._count(module)
         for tensor in leaves(inputs):
             self._evictor.watch(tensor)
+        forward = self.plans.begin(module)
         with uninterrupted():
-            recorder = self._evictor.recorder()
+            recorder = self._evictor.recorder(forward)
             recorder.__enter__()
             self._recorder, self._root = recorder, weakref.ref(module)
+            self._forward = forward
+            forward.begin(recorder)
         self._forwards += 1
 
-    def after_forward(self, module: torch.nn.Module) -> None:
-        """End what `before_forward` has begun for this call, by an error or not."""
+    def after_forward(self, module: torch.nn.Module, result: Any) -> None:
+        """End what `before_forward` has begun for this call; by an error, if there is no result."""
         if self._recorder is None or self._root_module() is not module:
             return
         if times_called(module) <= 1:
+            forward = self._forward
             self._end_recording()
+            if forward is not None and result is not None:
+                self.plans.end(module, forward)
 
     def _is_inside(self, module: torch.nn.Module) -> bool:
         """Whether this call of a module is inside of the one that is recorded."""
@@ -281,6 +342,7 @@ class _ThreadBudgets:
     def _end_recording(self) -> None:
         with uninterrupted():
             recorder, self._recorder, self._root = self._recorder, None, None
+            self._forward = None
             if recorder is not None:
                 recorder.__exit__(None, None, None)
 
@@ -370,7 +432,7 @@ def _before_forward(module: torch.nn.Module, inputs: Any) -> None:
 
 def _after_forward(module: torch.nn.Module, inputs: Any, result: Any) -> None:
     if not torch.compiler.is_compiling():
-        _end(module)
+        _end(module, result)
 
 
 @untraced
@@ -380,9 +442,9 @@ def _begin(module: torch.nn.Module, inputs: Any) -> None:
 
 
 @untraced
-def _end(module: torch.nn.Module) -> None:
+def _end(module: torch.nn.Module, result: Any) -> None:
     if _thread.budgets is not None:
-        _thread.budgets.after_forward(module)
+        _thread.budgets.after_forward(module, result)
 
 
 def _forget_in_child() -> None:

@@ -94,6 +94,33 @@ def bare_plan(
     return _find(profile, memory, batch_size, micro_batch, read_named(), quickly=quickly)[0]
 
 
+class PlansInOnePiece:
+    """Plans for one profile and many budgets; none cuts the batch, and what they have in common is
+    found once.
+
+    Args:
+        profile: of one row.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._search = MicrobatchSearch(profile, 1, split=False)
+
+    def within(self, memory: int, beside_bytes: int) -> Plan:
+        """A plan for this much memory, or the one that needs the least if none does with so little.
+
+        Args:
+            memory: bytes for what the profile is about.
+            beside_bytes: what is there beside that, and is in the plan's numbers.
+        """
+        choice = self._search.quick(memory) or self._search.smallest()
+        found = _plan(self._search, choice, memory + beside_bytes)
+        return dataclasses.replace(
+            found,
+            peak_bytes=found.peak_bytes + beside_bytes,
+            breakdown={**found.breakdown, "there already": beside_bytes},
+        )
+
+
 def plan_for_fit(
     profile: Profile,
     *,

@@ -30,7 +30,7 @@ from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
 from gradfit.recompute.most_bytes import most_bytes
-from gradfit.tape.decisions import TapeDecision
+from gradfit.tape.decisions import Policy, TapeDecision
 from gradfit.tape.operators import info_of
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.replay import replaying
@@ -57,7 +57,7 @@ class Evictor(Meter):
         advice: str = "Use a smaller batch or raise the limit.",
     ) -> None:
         super().__init__(device=device)
-        self.evictions = 0
+        self.evictions = self.evicted_bytes = 0
         self.rebuilt_seconds = 0.0
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
         self._threshold, self._advice = threshold, advice
@@ -76,7 +76,7 @@ class Evictor(Meter):
         self._seconds: dict[int, float] = {}  # by operation
         self._used: dict[int, float] = {}  # by storage: when it was last an argument
         self._sizes: dict[Any, int] = {}
-        self._last_seconds = 0.0
+        self.last_seconds = 0.0  # of the last operation
 
     def set_limit(self, limit_bytes: int) -> None:
         """Hold another limit: what is there above it is dropped as far as it can be."""
@@ -85,15 +85,20 @@ class Evictor(Meter):
         if self.current_bytes > self._start:
             self._evict(self.current_bytes - self._start, ())
 
-    def recorder(self) -> Recorder:
+    def recorder(self, policy: Policy | None = None) -> Recorder:
         """A recorder whose values this evictor may drop; enter the evictor first, then it. There
         may be several, one after the other.
+
+        Args:
+            policy: what is held, and what is let go of at once; None: all is held.
         """
         tape = Tape(self._lock)
         tape.on_held = self._hold
         self._tapes.add(tape)
         self._has_recorded = True
-        return Recorder(Segment(Segment(None)), _HoldAll(), tape=tape, recorded=self._note)
+        return Recorder(
+            Segment(Segment(None)), policy or _HoldAll(), tape=tape, recorded=self._note
+        )
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
@@ -103,9 +108,9 @@ class Evictor(Meter):
         before = self.current_bytes
         started = time.perf_counter()
         out = super()._observe(func, args, kwargs)
-        self._last_seconds = time.perf_counter() - started
+        self.last_seconds = time.perf_counter() - started
         if replaying():
-            self.rebuilt_seconds += self._last_seconds
+            self.rebuilt_seconds += self.last_seconds
         larger = self.current_bytes - before > need and not info_of(func).view
         if key is not None or larger:  # now we know
             self._correct(key, func, args, kwargs, self.current_bytes - before)
@@ -153,7 +158,7 @@ class Evictor(Meter):
                 self._used[storage_key(argument)] = now
 
     def _note(self, op: TapeOperation) -> None:
-        self._seconds[op.index] = self._last_seconds
+        self._seconds[op.index] = self.last_seconds
         if len(self._seconds) > self._before_forgetting:
             self._forget_dead()
 
@@ -240,7 +245,9 @@ class Evictor(Meter):
             if self._queue and present > max(price, self._queue[0][0]):
                 heapq.heappush(self._queue, (present, identity, reference))
                 continue
-            freed += _drop_tensor(value)
+            nbytes = _drop_tensor(value)
+            freed += nbytes
+            self.evicted_bytes += nbytes
             self.evictions += 1
             self._before_scan -= 1
             most -= 1

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradfit._torch import inside_functorch
 from gradfit.arguments import read_flag, read_instance, read_number
 from gradfit.errors import MisuseError
+from gradfit.interrupts import uninterrupted
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import (
     CheckpointScope,
@@ -227,11 +228,16 @@ class CheckpointManager:
             raise MisuseError(
                 "This CheckpointManager is entered already. Make another one for a second block."
             )
-        if self.auto_checkpoint:
-            self._begin_evicting()
-        self._entered = self._was_entered = True
-        add_observer(self.register_scope)
-        return self
+        try:
+            with uninterrupted():
+                if self.auto_checkpoint:
+                    self._begin_evicting()
+                self._entered = self._was_entered = True
+                add_observer(self.register_scope)
+            return self
+        except BaseException as error:  # Ctrl-C has waited, or came just now: no block will end it
+            self._end(type(error), error, error.__traceback__)
+            raise
 
     def _begin_evicting(self) -> None:
         limit = self.limit_bytes
@@ -250,13 +256,25 @@ class CheckpointManager:
         self._hook = register_module_forward_pre_hook(self._online.count_module)
 
     def __exit__(self, *error: Any) -> None:
-        remove_observer(self.register_scope)
-        self._entered = False
-        if self._online is not None:
-            self._hook.remove()
-            online, self._online = self._online, None
-            online.__exit__(*error)
+        try:
+            was_automatic = self._online is not None
+            self._end(*error)
+        finally:  # Ctrl-C may have come before its first line
+            self._end(*error)
+        if was_automatic:
             explain_unsupported("a CheckpointManager with auto_checkpoint=True", *error)
+
+    def _end(self, *error: Any) -> None:
+        """Be as before `start()`; may be called twice."""
+        with uninterrupted():
+            remove_observer(self.register_scope)
+            self._entered = False
+            hook, self._hook = self._hook, None
+            if hook is not None:
+                hook.remove()
+            online, self._online = self._online, None
+            if online is not None:
+                online.__exit__(*error)
 
 
 def _total_bytes(nodes: Sequence[GraphNode]) -> int:
@@ -295,7 +313,8 @@ def _say_if_never_entered(manager: CheckpointManager) -> None:
                 stacklevel=2,
             )
 
-    handle = register_module_forward_hook(watch)
+    with uninterrupted():
+        handle = register_module_forward_hook(watch)
 
 
 def _will_be_differentiated(output: Any) -> bool:

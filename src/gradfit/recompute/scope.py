@@ -486,8 +486,9 @@ def add_observer(observer: Callable[[CheckpointScope], None]) -> None:
 
 
 def remove_observer(observer: Callable[[CheckpointScope], None]) -> None:
-    """Undo `add_observer`."""
-    _frames.observers.remove(observer)
+    """Undo `add_observer`; may be said twice."""
+    if observer in _frames.observers:
+        _frames.observers.remove(observer)
 
 
 def inside_scope() -> bool:
