@@ -679,17 +679,22 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # None if there are none; with True also while the compiler traces
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# not inside of `disable_saved_tensors_hooks`
+_may_hook = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def others_take_saves() -> bool:
-    """Whether somebody else takes what autograd saves in this thread now: hooks that are not ours.
+    """Whether somebody else takes what autograd saves in this thread now: hooks that are not ours;
+    or wants no hooks at all.
 
     Those of torch's checkpoint, for one. It calls the code inside of it once more in the backward
     pass, and takes what is saved then, one after the other, for what was saved the first time: so
     the first time nobody else may take a part of it.
     """
-    top = top_hooks(True)
-    return top is not None and not str(getattr(top[1], "__module__", "")).startswith("gradfit")
+    top: Any = top_hooks(True)
+    if top is None:
+        return not _may_hook()
+    return not str(getattr(top[1], "__module__", "")).startswith("gradfit")
 
 
 # Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile

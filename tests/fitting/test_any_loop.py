@@ -548,6 +548,16 @@ def test_hooks_of_somebody_else_are_given_what_they_are_given_without_a_budget()
     assert same(*saved)
 
 
+def test_where_hooks_are_disabled_nothing_is_recorded() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).exp().sum(), x)
+    disabled = torch.autograd.graph.disable_saved_tensors_hooks("no hooks here")
+    with gf.budget("1 GiB") as held, disabled:
+        (found,) = torch.autograd.grad(model(x).exp().sum(), x)
+    assert torch.equal(found, expected)
+    assert held.use.forwards == 0
+
+
 def test_torch_func_in_a_budget_is_refused_in_words() -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
