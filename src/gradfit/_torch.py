@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from gradfit._torch_native import core
+
 __all__ = ["FakeTensor", "FakeTensorMode"]
 
 # (class, tensor): an alias without a graph that shares the version counter
@@ -625,6 +627,10 @@ def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The content of dense tensors of one type, one after the other, in one piece of memory,
     without a graph.
     """
+    native = core()
+    copied = None if native is None else native.flat_copy(tensors)
+    if copied is not None:
+        return copied  # type: ignore[no-any-return]
     # as `torch.no_grad()`, whose six functions take as long as a dozen of the tensors
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)

@@ -71,6 +71,7 @@ def test_both_cores_write_the_same_tape(built: Path, first: int) -> None:
         "tests/tape/test_listening.py",
         "tests/recompute/test_checkpointing.py",
         "tests/recompute/test_lifetimes.py",
+        "tests/fitting/test_update_rollback.py",
     ],
 )
 def test_a_sample_of_the_tests_with_the_native_core(built: Path, tests: str) -> None:
@@ -111,6 +112,77 @@ with Hears(), gf.CheckpointScope("first"):
 def test_connecting_the_core_is_nobodys_operation(built: Path) -> None:
     """It is done when the first recorder begins, which others may be watching."""
     assert run_native("-c", FIRST_SCOPE).split() == ["aten.exp.default"]
+
+
+COPIES = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from gradfit._torch import flat_copy
+from gradfit._torch_native import core
+
+torch.set_num_threads(2)
+parameter = torch.nn.Parameter(torch.randn(3, 4))
+with torch.inference_mode():
+    inferred = torch.ones(2)
+for tensors in (
+    [parameter, torch.zeros(()), torch.zeros(0, 2), torch.randn(5)],
+    [torch.arange(4), torch.arange(2)],
+    [torch.randn(3, 5).bfloat16()],
+    [torch.randn(at % 37 * 1000 + 1) for at in range(300)],  # by two threads
+):
+    flat = core().flat_copy(tensors)
+    assert torch.equal(flat, torch.cat([one.detach().reshape(-1) for one in tensors]))
+    assert not flat.requires_grad and flat.grad_fn is None
+    assert {flat.data_ptr()}.isdisjoint(one.data_ptr() for one in tensors)
+with FakeTensorMode():
+    fake = torch.ones(2)
+    assert core().flat_copy([parameter]) is None
+for tensors in (
+    [], (parameter,), [1], [fake], [inferred], [torch.randn(3, 4).t()], [torch.ones(2).to_sparse()],
+    [torch.randn(2, dtype=torch.complex64).conj()], [torch.ones(2, device="meta")],
+    [torch.ones(2), torch.ones(2).double()],
+):
+    assert core().flat_copy(tensors) is None, tensors
+core().enable(False)
+assert core().flat_copy([parameter]) is None
+assert torch.equal(flat_copy([parameter]), parameter.detach().reshape(-1))
+"""
+
+
+def test_the_core_copies_what_python_would_and_leaves_it_the_rest(built: Path) -> None:
+    run_native("-c", COPIES)
+
+
+NORMS = """
+import math, torch
+from gradfit._torch_native import core
+from gradfit.accumulate.scaling import gradient_norm
+
+for gradients in (
+    [torch.randn(3, 4), torch.randn(4, 3).t(), torch.zeros(0), torch.randn(())],
+    [torch.randn(5).double(), torch.randn(2)],
+    [torch.tensor([math.inf, 1.0])],
+    [torch.tensor([math.nan])],
+    [torch.full((2,), 1e30)],  # whose squares overflow
+):
+    numbers = core().norms(gradients)
+    assert all(type(number) is float for number in numbers)
+    core().enable(False)
+    assert core().norms(gradients) is None
+    expected = gradient_norm(gradients)
+    core().enable(True)
+    assert repr(gradient_norm(gradients)) == repr(expected), (numbers, expected)
+for gradients in (
+    [], (torch.ones(1),), [1], [torch.nn.Parameter(torch.ones(1))], [torch.ones(2).to_sparse()],
+    [torch.ones(2).bfloat16()], [torch.ones(2), torch.ones(2, dtype=torch.complex64)],
+    [torch.ones(2, device="meta")],
+):
+    assert core().norms(gradients) is None, gradients
+"""
+
+
+def test_the_core_gives_the_norms_of_python_to_the_bit(built: Path) -> None:
+    run_native("-c", NORMS)
 
 
 def test_nothing_is_compiled_that_nobody_asked_for(tmp_path: Path) -> None:

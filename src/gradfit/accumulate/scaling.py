@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
+from gradfit._torch_native import core
 from gradfit.accumulate.loss_arguments import read_weight
 from gradfit.arguments import Number, read_gradient, read_number
 from gradfit.errors import NonFiniteGradient
@@ -104,6 +105,10 @@ def _is_finite(values: Tensor) -> bool:
 
 def _norm(gradients: list[Tensor]) -> float:
     """The norm of all gradients, one by one where reading a number waits for nothing."""
+    native = core()
+    numbers = None if native is None else native.norms(gradients)
+    if numbers is not None:
+        return math.hypot(*numbers)
     if not (set(map(type, gradients)) <= {Tensor} and set(map(_kind_of, gradients)) <= _USUAL):
         return total_norm(gradients).item()  # waits for the device once
     norms = _torch.norms_of(gradients, 2.0, None) if gradients else []

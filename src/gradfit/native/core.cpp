@@ -11,6 +11,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -24,6 +25,8 @@
 #include <torch/csrc/utils/tensor_memoryformats.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -1291,6 +1294,97 @@ Ref pack_counted(PyObject* counter, PyObject* otherwise, PyObject* object) {
   return owned(PyTuple_Pack(2, alias.get(), version.get()));
 }
 
+// ------------------------------------------------------------------------ the copy to go back to
+
+// The bytes of some tensors, one after the other: where they lie, and where each begins in all.
+struct Bytes {
+  std::vector<const char*> from;
+  std::vector<int64_t> begins{0};
+
+  // False if they are not dense numbers of one type on the CPU.
+  bool take(const at::Tensor& tensor, at::ScalarType type) {
+    if (!is_plain(tensor) || !tensor.is_cpu() || tensor.scalar_type() != type ||
+        !tensor.is_contiguous()) {
+      return false;
+    }
+    from.push_back(static_cast<const char*>(tensor.const_data_ptr()));
+    begins.push_back(begins.back() + static_cast<int64_t>(tensor.nbytes()));
+    return true;
+  }
+
+  // Copies those between two places of all of them.
+  void copy(char* to, int64_t begin, int64_t end) const {
+    auto which = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
+    while (begin < end) {
+      const int64_t stop = std::min(end, begins[which + 1]);
+      std::memcpy(to + begin, from[which] + (begin - begins[which]), stop - begin);
+      begin = stop;
+      ++which;
+    }
+  }
+};
+
+constexpr int64_t kBytesOfAThread = 1 << 20;  // fewer take longer to hand over
+
+// `flat_copy` in _torch.py; None where that has to do it.
+Ref copied(PyObject* tensors) {
+  if (!enabled || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) == 0) {
+    return Ref::borrow(Py_None);
+  }
+  Bytes bytes;
+  at::ScalarType type = at::ScalarType::Undefined;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
+    PyObject* object = PyList_GET_ITEM(tensors, at);
+    if (!THPVariable_Check(object)) return Ref::borrow(Py_None);
+    const at::Tensor& tensor = tensor_in(object);
+    if (at == 0) type = tensor.scalar_type();
+    if (!bytes.take(tensor, type)) return Ref::borrow(Py_None);
+  }
+  const int64_t count = bytes.begins.back() / static_cast<int64_t>(c10::elementSize(type));
+  const at::Tensor flat = at::empty({count}, at::TensorOptions(type).device(at::kCPU));
+  if (!is_plain(flat)) return Ref::borrow(Py_None);  // somebody's mode has made it
+  char* to = static_cast<char*>(flat.mutable_data_ptr());
+  {
+    pybind11::gil_scoped_release while_it_runs;
+    at::parallel_for(0, bytes.begins.back(), kBytesOfAThread,
+                     [&](int64_t begin, int64_t end) { bytes.copy(to, begin, end); });
+  }
+  return owned(THPVariable_Wrap(flat));
+}
+
+// The norm of each of some gradients, as numbers; None where `_norm` in scaling.py has to do it.
+Ref norms_of(PyObject* gradients) {
+  if (!enabled || !PyList_CheckExact(gradients) || PyList_GET_SIZE(gradients) == 0) {
+    return Ref::borrow(Py_None);
+  }
+  std::vector<at::Tensor> tensors;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(gradients); ++at) {
+    PyObject* object = PyList_GET_ITEM(gradients, at);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) {
+      return Ref::borrow(Py_None);
+    }
+    const at::Tensor& tensor = tensor_in(object);
+    const at::ScalarType type = tensor.scalar_type();
+    if (!is_plain(tensor) || !tensor.is_cpu() || (type != at::kFloat && type != at::kDouble)) {
+      return Ref::borrow(Py_None);
+    }
+    tensors.push_back(tensor);
+  }
+  std::vector<double> numbers;
+  {
+    pybind11::gil_scoped_release while_it_runs;
+    for (const at::Tensor& norm : at::_foreach_norm(tensors, 2.0)) {
+      numbers.push_back(norm.item<double>());
+    }
+  }
+  Ref all = owned(PyList_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t at = 0; at < numbers.size(); ++at) {
+    PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(at),
+                    owned(PyFloat_FromDouble(numbers[at])).release());
+  }
+  return all;
+}
+
 // ----------------------------------------------------------------------------------- Python module
 
 // Runs a function of this core for Python: its exceptions become Python's.
@@ -1341,12 +1435,22 @@ PyObject* unpack(PyObject*, PyObject* packed) {
   });
 }
 
+PyObject* flat_copy(PyObject*, PyObject* tensors) {
+  return for_python([&] { return copied(tensors); });
+}
+
+PyObject* norms(PyObject*, PyObject* gradients) {
+  return for_python([&] { return norms_of(gradients); });
+}
+
 PyMethodDef functions[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&pack)), METH_FASTCALL,
      "What autograd keeps in the place of a tensor."},
     {"pack_kept", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&pack_kept)),
      METH_FASTCALL, "The tensor, with its version, and its bytes counted."},
     {"unpack", &unpack, METH_O, "The tensor that autograd wants back."},
+    {"norms", &norms, METH_O, "The norm of each gradient, as a number."},
+    {"flat_copy", &flat_copy, METH_O, "What is in some tensors, in one piece of memory."},
     {nullptr, nullptr, 0, nullptr},
 };
 
