@@ -110,6 +110,11 @@ def compare(trees: dict[str, Path], rounds: int = 3) -> None:
             for run in runs
         ]
         times = race(plainly_run, runs, rounds=rounds)
+        expected = {f"{row[2].plain_seconds / row[2].steps:.3f}" for row in rows}
+        print(
+            f"{case.name}: plain passes take {times[0].least:.3f} s here at least; in the profile"
+            f" {' and '.join(sorted(expected))} s"
+        )
         for row, peak, same, time in zip(rows, peaks, equal, times[1:], strict=True):
             tree, setting, plan, predicted, bound, plain = row
             print(

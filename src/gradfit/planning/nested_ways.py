@@ -111,7 +111,7 @@ class _PartsTable:
         row = self.seconds[0]
         steps = np.flatnonzero(row < np.concatenate([[np.inf], row[:-1]]))
         if len(steps) > _MOST_WAYS:
-            steps = steps[np.linspace(0, len(steps) - 1, _MOST_WAYS).round().astype(int)]
+            steps = steps[_evenly(row[steps], _MOST_WAYS)]
         return [self.chain_from(slot) for slot in steps.tolist()]
 
     def chain_from(self, slot: int) -> list[_UnitsPart]:
@@ -123,6 +123,14 @@ class _PartsTable:
             parts.append(part)
             unit, slot = part.end, slot - shift
         return parts
+
+
+def _evenly(falling: np.ndarray, count: int) -> np.ndarray:
+    """Places of numbers about as far from each other, the first and the last included: near the
+    floor a few bytes less take much longer, and each of them is worth a way of its own.
+    """
+    wanted = np.linspace(falling[0], falling[-1], count)
+    return np.unique(np.abs(falling - wanted[:, None]).argmin(axis=1))
 
 
 def _composed(piece: Piece, units: Sequence[int], parts: Sequence[_UnitsPart]) -> Way:
