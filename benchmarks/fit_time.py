@@ -1,13 +1,15 @@
 """How long `fit` takes, in steps of the same model by hand, and what it runs: a 12-layer GPT-2,
 where everything fits and where memory is short.
 
-CPU seconds; rows are those of all forwards in `fit`, in batches. `python benchmarks/fit_time.py
-[--layers 12] [--width 128]`.
+A full collection of Python's takes as long as most of a step here, and may fall into `fit` or not:
+so there is one before each, and what collections in `fit` take is said. CPU seconds; rows are those
+of all forwards in `fit`, in batches. `python benchmarks/fit_time.py [--layers 12] [--width 128]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 import warnings
@@ -20,6 +22,19 @@ from loops import causal_lm, hand_step, lm_batch, lm_loss
 import gradfit as gf
 
 ROWS, LENGTH = 8, 128
+
+
+class Collector:
+    """How long Python's collector runs."""
+
+    def __init__(self) -> None:
+        self.seconds = self._started = 0.0
+
+    def __call__(self, phase: str, _: Any) -> None:
+        if phase == "start":
+            self._started = time.process_time()
+        else:
+            self.seconds += time.process_time() - self._started
 
 
 def main() -> None:
@@ -51,12 +66,17 @@ def main() -> None:
             return lm_loss(model, batch)
 
         budget = int(live.peak_bytes - (1 - share) * activations)
+        gc.collect()
+        collector = Collector()
+        gc.callbacks.append(collector)
         started = time.process_time()
         step = gf.fit(model, optimizer, counted, batch, memory=budget)
         taken = time.process_time() - started
+        gc.callbacks.remove(collector)
         print(
             f"{share:>5.0%} of the activations: step {min(times):.3f} s, fit {taken:6.2f} s ="
-            f" {taken / min(times):5.1f} steps; {len(seen)} forwards of {sum(seen) / ROWS:.1f}"
+            f" {taken / min(times):5.2f} steps (collector {collector.seconds / min(times):.2f});"
+            f" {len(seen)} forwards of {sum(seen) / ROWS:.1f}"
             f" batches; {str(step.plan).splitlines()[0]}",
             flush=True,
         )

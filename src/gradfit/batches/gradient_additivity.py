@@ -30,7 +30,7 @@ from gradfit._torch_fsdp import (
     unsharded_gradient,
 )
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.passes import Passes
+from gradfit.batches.passes import BetweenPasses
 from gradfit.batches.snapshot import unreduced_gradients
 from gradfit.batches.weights import BatchWeights
 
@@ -68,7 +68,7 @@ class FewRows:
     nudged: Callable[[], contextlib.AbstractContextManager[object]]
     forward: Callable[[Any], PartLoss]
     rewind: Callable[[], None]
-    passes: Callable[[Any], contextlib.AbstractContextManager[Passes]]
+    passes: Callable[[Any], contextlib.AbstractContextManager[BetweenPasses]]
     quiet: Callable[[], contextlib.AbstractContextManager[object]]
     begins_anew: bool = False
 
@@ -191,7 +191,7 @@ def _add_part(
     return number
 
 
-def _backward(rows: FewRows, passes: Passes, loss: Tensor, factor: float) -> None:
+def _backward(rows: FewRows, passes: BetweenPasses, loss: Tensor, factor: float) -> None:
     gradient = torch.full_like(loss, factor)
     passes.begin_backward(loss)
     # Not from the tensor: for a tensor torch hands the whole call to the function mode that is

@@ -13,7 +13,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-class Passes(NamedTuple):
+class BetweenPasses(NamedTuple):
     """To be called when the forward is over, and then, with the loss, before the backward: what is
     asked of the loss in between is neither.
     """
@@ -30,7 +30,7 @@ class FewRowsPasses:
 
     def of(
         self, content: Any, rows: int, *, is_as_trained: bool
-    ) -> contextlib.AbstractContextManager[Passes]:
+    ) -> contextlib.AbstractContextManager[BetweenPasses]:
         """What both passes run in.
 
         Args:
@@ -38,4 +38,4 @@ class FewRowsPasses:
             rows: how many these are.
             is_as_trained: the forward runs what it does in training.
         """
-        return contextlib.nullcontext(Passes())
+        return contextlib.nullcontext(BetweenPasses())

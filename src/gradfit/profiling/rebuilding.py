@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import untraced
-from gradfit.batches.passes import Passes
+from gradfit.batches.passes import BetweenPasses
 from gradfit.tape.rebuild_all import RebuildAll
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.saved_tensors import unpack
@@ -21,7 +21,7 @@ from gradfit.tape.values import Handle, Segment, Tape
 
 
 @contextlib.contextmanager
-def rebuilding(quota_bytes: float) -> Iterator[Passes]:
+def rebuilding(quota_bytes: float) -> Iterator[BetweenPasses]:
     """Inside, run a forward and its backward.
 
     Args:
@@ -44,4 +44,4 @@ def rebuilding(quota_bytes: float) -> Iterator[Passes]:
         policy.end_forward(handle.value for handle in there)
 
     with recorder, saved_tensors_hooks(pack, unpack):
-        yield Passes(end_forward)
+        yield BetweenPasses(end_forward)

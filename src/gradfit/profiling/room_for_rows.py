@@ -16,7 +16,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import storage_key
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity import MOST_ROWS, MOST_ROWS_IF_READ, batch_norms
-from gradfit.batches.passes import FewRowsPasses, Passes
+from gradfit.batches.passes import BetweenPasses, FewRowsPasses
 from gradfit.batches.runner import LossFunction
 from gradfit.devices import counted_device
 from gradfit.profiling.meter import meter, tensors_in
@@ -88,7 +88,7 @@ class RoomForRows(FewRowsPasses):
 
     def of(
         self, content: Any, rows: int, *, is_as_trained: bool
-    ) -> contextlib.AbstractContextManager[Passes]:
+    ) -> contextlib.AbstractContextManager[BetweenPasses]:
         """What both passes of so many rows run in: if these do not fit with everything kept,
         nothing is kept for the backward pass but what leads over from one segment to the next.
         """
@@ -156,7 +156,7 @@ class WatchedPasses(FewRowsPasses):
 
     def of(
         self, content: Any, rows: int, *, is_as_trained: bool
-    ) -> contextlib.AbstractContextManager[Passes]:
+    ) -> contextlib.AbstractContextManager[BetweenPasses]:
         """Of rows that are more than any before, watched."""
         begins_anew = self.begins_anew or not self._traces
         if is_as_trained and begins_anew and rows > max(self._traces, default=0):
@@ -165,9 +165,9 @@ class WatchedPasses(FewRowsPasses):
         return self._room.of(content, rows, is_as_trained=is_as_trained)
 
     @contextlib.contextmanager
-    def _watched(self, content: Any, rows: int) -> Iterator[Passes]:
+    def _watched(self, content: Any, rows: int) -> Iterator[BetweenPasses]:
         with watching(self._model, self._quota_bytes) as trace:
             trace.batch_keys.update(map(storage_key, tensors_in(list(leaves(content)))))
-            yield Passes(trace.end_watched_forward, trace.begin_backward)
+            yield BetweenPasses(trace.end_watched_forward, trace.begin_backward)
         trace.finish_backward()
         self._traces[rows] = trace
