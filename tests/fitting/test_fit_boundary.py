@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import datetime
 import json
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,40 @@ class TestBatches:
         arrays = {**data, "y": data["y"].numpy(), **others}
         step = fitted(model, of_arrays, arrays)
         assert step(arrays).micro_batches > 1
+        assert_parameters(model, expected)
+
+
+class TestTurns:
+    """One update after the other, whoever asks for them."""
+
+    def test_threads_wait_for_each_other(self) -> None:
+        """They ran into each other's windows, which no later step could use."""
+        model, data = network(), batch()
+        expected = after_plain_step(model, entropy, data, steps=4)
+        step = fitted(model)
+        threads = [threading.Thread(target=step, args=(data,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_parameters(model, expected)
+
+    def test_a_step_inside_of_itself_is_refused(self) -> None:
+        model, data = network(), batch()
+        steps: list[gf.TrainStep] = []
+
+        def calling(model: nn.Module, batch: Any) -> Tensor:
+            if steps:
+                steps[0](data)
+            return entropy(model, batch)
+
+        step = fitted(model, calling)
+        expected = after_plain_step(model, entropy, data)
+        steps.append(step)
+        with pytest.raises(gf.MisuseError, match=r"inside of step\(batch\).*Call it after"):
+            step(data)
+        steps.clear()
+        assert step(data).stepped
         assert_parameters(model, expected)
 
 

@@ -11,6 +11,7 @@ optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,6 +166,8 @@ class TrainStep(NotCopied):
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
         self._measured_models = MeasuredModels(self._tree, planner)
+        self._turn = threading.Lock()
+        self._thread: int | None = None  # which has it
 
     @property
     def plan(self) -> Plan:
@@ -238,7 +241,7 @@ class TrainStep(NotCopied):
 
         The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a
         generator's, one of your own) are no part of it, and are cleared first, as by
-        `optimizer.zero_grad()`.
+        `optimizer.zero_grad()`. Calls from several threads wait for each other.
 
         Args:
             batch: any number of rows; of the kind that `fit` was given.
@@ -257,6 +260,21 @@ class TrainStep(NotCopied):
             read_callable(
                 after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1
             )
+        if self._thread == threading.get_ident():
+            raise MisuseError(
+                "step(batch) was called inside of step(batch), by the loss function or a hook,"
+                " where the update before it has not happened. Call it after that has returned."
+            )
+        with self._turn:
+            try:
+                self._thread = threading.get_ident()
+                return self._in_turn(batch, progress, after_micro_batch)
+            finally:
+                self._thread = None
+
+    def _in_turn(
+        self, batch: Any, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+    ) -> TrainResult:
         if not self.model.training:
             raise MisuseError(
                 "The model is in evaluation mode. Call model.train() before step(batch)."
