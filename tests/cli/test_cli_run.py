@@ -76,8 +76,30 @@ def test_a_script_is_the_same_below_a_budget(script: Path, end: str) -> None:
     *said, last = under.stderr.splitlines()
     assert said == plain.stderr.splitlines()
     assert last.startswith("gradfit: peak ")
-    assert " of 4 MiB; forwards: 3, values dropped: " in last
+    assert " of 4 MiB; forwards: 3 (2 by a plan), values dropped: " in last
     assert "dropped: 0" not in last
+
+
+def test_a_forked_child_says_nothing_of_the_budget(script: Path) -> None:
+    forks = (
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    sys.exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    script.write_text(forks)
+    under = call(command("run", "--memory", "1 GiB", str(script)))
+    assert under.stdout == "7\n"
+    assert under.returncode == 0
+    assert under.stderr.count("gradfit: peak ") == 1
+
+
+def test_a_script_may_close_its_output(script: Path) -> None:
+    script.write_text("import sys; print('done', flush=True); sys.stdout.close()")
+    under = call(command("run", "--memory", "1 GiB", str(script)))
+    assert under.stdout == "done\n"
+    assert under.stderr.startswith("gradfit: peak ")
 
 
 def test_what_it_took_is_the_last_line_as_json(script: Path) -> None:

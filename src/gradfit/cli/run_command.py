@@ -55,11 +55,13 @@ def run_script(
     """
     script, arguments = target[0], target[1:]
     start = _module(script, arguments) if module else _file(script, arguments)
-    began = time.perf_counter()
+    began, process = time.perf_counter(), os.getpid()
     with budget(memory) as held:
         code = _exit_code(start)
     seconds = time.perf_counter() - began
     _flush()
+    if os.getpid() != process:  # the script has forked, and this is not what was started
+        return code
     if json:
         found = {**held.use._asdict(), "seconds": seconds, "exit_code": code}
         print_result(json_module.dumps(found))
@@ -152,5 +154,5 @@ def _show(error: BaseException) -> None:
 def _flush() -> None:
     """What the script has printed comes before what is said of it."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if stream is not None and not stream.closed:
             stream.flush()
