@@ -197,7 +197,7 @@ def test_two_devices_have_generators_of_their_own() -> None:
 
 def test_zeros_without_memory_are_of_the_device() -> None:
     """Tangents in forward mode begin so."""
-    zeros = torch._efficientzerotensor((3,))  # type: ignore[attr-defined]
+    zeros = torch._efficientzerotensor((3,), device="sim")  # type: ignore[attr-defined]
     assert (zeros.device.type, zeros._is_zerotensor()) == ("sim", True)
     assert torch.equal((zeros + torch.ones(3)).cpu(), torch.ones(3, device="cpu"))
 

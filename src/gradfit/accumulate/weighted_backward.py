@@ -48,7 +48,7 @@ class Backpropagator:
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
         self._settles = scaler is None and not self.can_take_back and window.optimizer is not None
-        self._initial: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
+        self._initial: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         """One loss, the mean over `weight` items or their sum; what a loss without weight reaches
@@ -213,8 +213,12 @@ class Backpropagator:
         self.window.ranks.failed(error)
 
     def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
-        """A loss's own gradient, made once per value."""
-        key = (factor, loss.dtype, loss.device, loss.shape)
+        """A loss's own gradient, made once per value; on an accelerator in each pass, as torch
+        does: a block that stays would lie between those of the passes.
+        """
+        if not loss.is_cpu:
+            return torch.full_like(loss, factor, requires_grad=False)
+        key = (factor, loss.dtype, loss.shape)
         initial = self._initial.get(key)
         if initial is None:
             if len(self._initial) >= _INITIAL_KEPT:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradfit._torch_memory_history import RequestHistory, Requests
-from gradfit.fitting.update_requests import Update, named
+from gradfit.fitting.update_requests import UpdateOnDevice, named
 from gradfit.planning.allocator import (
     AllOnPaper,
     CachingAllocator,
@@ -194,7 +194,7 @@ class TrialRecord:
         if requests is not None:
             self.events = [*self._beside, *requests]
 
-    def reserved_bytes(self, update: Update, *, copied: bool) -> int:
+    def reserved_bytes(self, update: UpdateOnDevice, *, copied: bool) -> int:
         """The most bytes reserved in two steps, without what others hold; 0 if it is not known.
 
         Args:
@@ -209,6 +209,7 @@ class TrialRecord:
         for number in range(2):
             paper.follow(self.events[: self._at_reading])
             paper.follow(named(update.copies(number), _COPIES) if copied else [])
+            paper.follow(update.of_norm(number))
             paper.follow(self.events[self._at_reading :] if self._at_reading is not None else [])
             paper.follow(update.requests(number))
             paper.free(keep=update.stays)

@@ -7,6 +7,7 @@ the next step finds: sizes alone do not say it.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -31,14 +32,17 @@ Sizes = list[tuple[int, int]]  # bytes and device
 _STATES, _TEMPORARIES, _ASKED = -(1 << 40), -(3 << 40), -(1 << 60)
 
 
-class Update(Protocol):
+class UpdateOnDevice(Protocol):
     """What the first update asks for (0), and each later one (1)."""
 
     def copies(self, number: int) -> Sizes:
         """What is copied before, to go back to."""
 
+    def of_norm(self, number: int) -> Requests:
+        """What is asked for until the losses are read."""
+
     def requests(self, number: int) -> Requests:
-        """What it asks for and gives back."""
+        """What it asks for and gives back after that."""
 
     @property
     def stays(self) -> Container[int]:
@@ -68,6 +72,9 @@ class UpdateSizes:
     def copies(self, number: int) -> Sizes:
         return [*self.parameters, *self.states, *(self._new_states() if number else ())]
 
+    def of_norm(self, number: int) -> Requests:
+        return []
+
     def requests(self, number: int) -> Requests:
         states = [] if number else named(self._new_states(), _STATES)
         temporaries = _pieces(sorted(self.parameters, reverse=True), self.burst_bytes)
@@ -91,19 +98,31 @@ class RecordedUpdate:
         states: of the optimizer's, when it has them all.
         first: what the update asks for that makes the state; None if it is there.
         later: each other one.
+        norm_ends: so many requests of the first and of a later one are the norm's.
     """
 
     parameters: Sizes
     states: Sizes
     first: Requests | None
     later: Requests
+    norm_ends: tuple[int, int]
 
     def copies(self, number: int) -> Sizes:
         has_state = number or self.first is None
         return [*self.parameters, *(self.states if has_state else ())]
 
+    def of_norm(self, number: int) -> Requests:
+        requests, end = self._one(number)
+        return requests[:end]
+
     def requests(self, number: int) -> Requests:
-        return self.later if number or self.first is None else self.first
+        requests, end = self._one(number)
+        return requests[end:]
+
+    def _one(self, number: int) -> tuple[Requests, int]:
+        if number or self.first is None:
+            return self.later, self.norm_ends[1]
+        return self.first, self.norm_ends[0]
 
     @property
     def stays(self) -> Container[int]:
@@ -135,7 +154,7 @@ class DeviceUpdates:
         # by groups, bytes that are trained, and whether the first is meant, which makes the state
         self._known: dict[tuple[tuple[int, ...], int, bool], RecordedUpdate | None] = {}
 
-    def of(self, groups: tuple[int, ...], waiting: int, burst: int, live_bytes: int) -> Update:
+    def of(self, groups: tuple[int, ...], waiting: int, burst: int, live_bytes: int) -> UpdateOnDevice:
         """As a copy of the optimizer does it; by sizes alone where the budget has no room for that
         copy.
 
@@ -192,17 +211,22 @@ def recorded_update(
     pairs = {parameter: _stand_in(parameter) for parameter in _trained_in(model)}
     probe = probe_of_all(optimizer, pairs)
     found: list[Requests] = []
+    ends: list[int] = []
     for _ in range(2):
         history.begin()
         try:
-            _step(probe, groups, [*pairs.values()])
+            ends.append(_step(probe, groups, [*pairs.values()], history))
         finally:
             requests = history.end()
         if requests is None:
             return None
         found.append([(_ASKED - at, nbytes, device) for at, nbytes, device in requests])
     return RecordedUpdate(
-        _sizes_of([*pairs]), _states_of(probe), None if has_state else found[0], found[1]
+        _sizes_of([*pairs]),
+        _states_of(probe),
+        None if has_state else found[0],
+        found[1],
+        (ends[0], ends[1]),
     )
 
 
@@ -213,15 +237,22 @@ def _stand_in(parameter: torch.Tensor) -> torch.nn.Parameter:
     return stand_in
 
 
-def _step(probe: Any, groups: Sequence[int], stand_ins: list[torch.nn.Parameter]) -> None:
-    """As in a step, which begins with the norm."""
+def _step(
+    probe: Any,
+    groups: Sequence[int],
+    stand_ins: list[torch.nn.Parameter],
+    history: RequestHistory,
+) -> int:
+    """As in a step: the norm is still there when the optimizer works. Gives how many requests were
+    the norm's.
+    """
     with torch.no_grad():
-        norm_on_device([one.grad for one in stand_ins if one.grad is not None])
-        if groups:
-            with GroupedStep(probe, groups):
-                probe.step()
-        else:
+        norm = norm_on_device([one.grad for one in stand_ins if one.grad is not None])
+        end = history.so_far()
+        with GroupedStep(probe, groups) if groups else contextlib.nullcontext():
             probe.step()
+        del norm
+    return end
 
 
 def _trained_in(model: torch.nn.Module) -> list[torch.Tensor]:
