@@ -289,7 +289,7 @@ def test_a_step_listens_to_what_it_must(heard: list[str]) -> None:
         torch.manual_seed(number)
         result = step(batch)
         if 0 < number < 3:
-            assert len(heard) < 0.8 * len(step.profile.operations)
+            assert len(heard) < 0.9 * len(step.profile.operations)
         torch.manual_seed(number)
         square(plain, batch).backward()
         other.step()

@@ -154,7 +154,9 @@ class DeviceUpdates:
         # by groups, bytes that are trained, and whether the first is meant, which makes the state
         self._known: dict[tuple[tuple[int, ...], int, bool], RecordedUpdate | None] = {}
 
-    def of(self, groups: tuple[int, ...], waiting: int, burst: int, live_bytes: int) -> UpdateOnDevice:
+    def of(
+        self, groups: tuple[int, ...], waiting: int, burst: int, live_bytes: int
+    ) -> UpdateOnDevice:
         """As a copy of the optimizer does it; by sizes alone where the budget has no room for that
         copy.
 
