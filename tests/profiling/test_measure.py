@@ -259,9 +259,19 @@ def test_the_optimizers_state_is_known_before_its_first_step(name: str) -> None:
     assert cost.seconds > 0
 
 
+def test_hooks_of_the_optimizer_are_not_called_while_its_bytes_are_measured() -> None:
+    model, batch, loss_fn = make("perceptron")
+    optimizer = torch.optim.Adam(model.parameters())
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    gf.profile(model, loss_fn, batch, optimizer)
+    assert called == []
+
+
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
     model, batch, loss_fn = make("perceptron")
-    with pytest.raises(gf.MisuseError, match=r"LBFGS\.step\(\).*closure.*AdamW"):
+    with pytest.raises(gf.MisuseError, match=r"LBFGS.*closure.*AdamW"):
         gf.profile(model, loss_fn, batch, torch.optim.LBFGS(model.parameters()))
 
 

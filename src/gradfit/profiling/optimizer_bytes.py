@@ -283,7 +283,8 @@ def probe_of(
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
     in_their_place = _stand_ins_by_id(optimizer, stand_ins, parameters)
     for name, own in vars(optimizer).items():
-        if name in ("param_groups", "state"):
+        # what the copy has made anew stays: it has no hooks of the original's, say
+        if name in ("param_groups", "state") or vars(probe).get(name, own) is not own:
             continue
         if is_optimizer(own):
             inner = probe_of(own, _group_of(own, parameters) or group, stand_ins, parameters)
@@ -348,8 +349,9 @@ def _cannot_step(optimizer: Any, error: Exception) -> MisuseError:
     return MisuseError(
         f"optimizer: a copy of the {type(optimizer).__name__} with some parameters alone, by which"
         f" its bytes are measured, raised {type(error).__name__} ({error}). One that wants a"
-        " closure, or looks at all parameters together, cannot be planned for. Pass the optimizer"
-        " that it wraps, or use GradientAccumulator(optimizer), which holds no budget."
+        " closure, or looks at all parameters together, cannot be planned for. Pass one that steps"
+        " on gradients alone, such as torch.optim.AdamW or what it wraps, or use"
+        " GradientAccumulator(optimizer), which holds no budget."
     )
 
 
