@@ -60,6 +60,14 @@ def test_one_of_several_micro_batches_is_run_and_its_peak_is_the_steps() -> None
     assert tested > 0
 
 
+def test_gradients_that_are_there_are_of_the_type_they_add_up_in() -> None:
+    torch.manual_seed(0)
+    model, batch = chain().bfloat16(), torch.rand(ROWS, WIDTH).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = gf.fit(model, optimizer, square, batch, "64 MiB", micro_batch=4, dtype=torch.float32)
+    assert step(batch).peak_bytes <= step.known[0].peak_bytes
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_two_are_run_where_not_all_gradients_are_as_large_as_their_parameters(sparse: bool) -> None:
     """A parameter without a gradient takes no memory for one, nor does a sparse one as much."""

@@ -292,11 +292,11 @@ class _Trial:
 
 
 class _GradientsThere:
-    """Gradients of zeros, for all that is trained."""
+    """Gradients of zeros, for all that is trained, of the types that gradients have."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._made = [(parameter, torch.zeros_like(parameter)) for parameter in trained]
+        self._made = [(one, torch.zeros_like(one, dtype=one.grad_dtype)) for one in trained]
         for parameter, gradient in self._made:
             parameter.grad = gradient
         self._versions = [gradient._version for _, gradient in self._made]
