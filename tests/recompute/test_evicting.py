@@ -4,11 +4,13 @@ replay.
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gradfit as gf
 from gradfit.recompute.evict import Evictor, Online
@@ -75,3 +77,29 @@ def gradient() -> torch.Tensor:
     x = torch.ones(64, requires_grad=True)
     (found,) = torch.autograd.grad(chain(x, 4), x)
     return found
+
+
+def test_what_a_sweep_has_still_to_read_is_not_taken_for_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It frees nothing: it was counted as freed, and a budget refused with much left to drop."""
+    monkeypatch.setattr(Evictor, "_price", lambda evictor, value, now: -value.op.index)
+    layers = [[nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)]] * 6
+    torch.manual_seed(0)
+    model = nn.Sequential(*(copy.deepcopy(one) for row in layers for one in row))
+    batch = torch.randn(512, 32)
+
+    def both_passes() -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with gf.meter(model, batch) as live:
+        wanted = both_passes()
+    there = sum(one.nbytes for one in (*model.parameters(), *wanted, batch) if one is not None)
+    for part in (0.4, 0.5, 0.6, 0.7):
+        with Online(int(there + part * (live.peak_bytes - there))):
+            torch.testing.assert_close(both_passes(), wanted, rtol=0, atol=0)

@@ -246,6 +246,8 @@ class Evictor(Meter):
                 heapq.heappush(self._queue, (present, identity, reference))
                 continue
             nbytes = _drop_tensor(value)
+            if not nbytes:
+                continue
             freed += nbytes
             self.evicted_bytes += nbytes
             self.evictions += 1
@@ -401,10 +403,15 @@ def _is_droppable(value: TapeValue, busy: set[int]) -> bool:
 
 
 def _drop_tensor(value: TapeValue) -> int:
-    """Drop what a value holds; returns how many bytes that is."""
-    nbytes = 0 if value.tensor is None else value.tensor.untyped_storage().nbytes()
+    """Drop what a value holds; returns how many bytes that is. A tensor that a sweep has still to
+    read stays: it would be lost to the value, and no memory be free.
+    """
+    if value.tensor is None:
+        return 0
+    nbytes, there = value.tensor.untyped_storage().nbytes(), weakref.ref(value.tensor)
     value.tensor = None
-    return nbytes
+    value.tensor = there()
+    return nbytes if value.tensor is None else 0
 
 
 def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
