@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import gradfit as gf
@@ -182,6 +183,29 @@ def read_loss() -> Case:
 @pytest.mark.parametrize("micro_batch", ["whole", 12])
 def test_gradients_of_one_row_are_not_taken_for_many(micro_batch: Any) -> None:
     check(read_loss, OPTIMIZERS["SGD"], micro_batch=micro_batch)
+
+
+def convolutions() -> Case:
+    """Of one row alone torch runs other operations: so what is measured in little memory tells of
+    other plans than what is measured in more.
+    """
+    config = transformers.ConvNextConfig(
+        patch_size=2, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3,
+    )  # fmt: skip
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    images = torch.randn(6, 3, 16, 16, dtype=torch.float64)
+    model = transformers.ConvNextForImageClassification(config).double().train()
+    return model, loss_fn, {"pixel_values": images, "labels": torch.arange(6) % 3}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_smallest_budget_does_not_depend_on_what_was_measured(optimizer: str) -> None:
+    check(convolutions, OPTIMIZERS[optimizer], micro_batch="whole", tile=False)
 
 
 BLOCKS: list[Callable[[int], nn.Module]] = [

@@ -112,12 +112,8 @@ class _Hopeless(NeedsMore):
     """No plan can hold the budget, by arithmetic; nothing was tried out."""
 
 
-class _TooManySegments(Exception):
-    """A plan is refused for what a device's allocator reserves, not for its tensors."""
-
-    def __init__(self, error: BudgetInfeasible) -> None:
-        super().__init__(error)
-        self.error = error
+class _LeavesPlan(Exception):
+    """The forward leaves a plan while it is tried out."""
 
 
 class _Request(NamedTuple):
@@ -1233,66 +1229,87 @@ class Planner:
     def _fit_smallest(
         self, profile: Profile, request: _Request, most_bytes: int | None = None
     ) -> list[TestedPlan]:
-        """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
-        is always enough.
+        """The plan of the smallest peak.
 
-        Segments need not be fewer where there are fewer bytes, and which plan is the smallest
-        depends on which sizes were measured, by the budget and the clock. So where segments are
-        what is too much, the plan of one row's profile is what is named, and what is taken.
+        What is named, and taken where nothing else holds, is the plan of a profile that is measured
+        in as little memory as can be, by seconds that are the same in every run: so `min_bytes` is
+        always enough. Another profile's smallest plan takes other bytes, or other segments, and
+        which sizes it is of depends on the budget and the clock: it is taken if it holds.
 
         Raises:
             _Hopeless: it would take more than `most_bytes`.
             BudgetInfeasible: it takes more than the budget.
         """
+        if not self._is_of_least_rows(profile):
+            own = self._smallest_within_limit(profile, request)
+            if own is not None:
+                return [own]
+            little = self._profile_of_least_rows(profile, request, most_bytes)
+            with contextlib.suppress(_LeavesPlan):  # else what few rows do is not what more do
+                return [self._tried_smallest(little, request, most_bytes)]
         try:
-            return [self._tried_smallest(profile, request, most_bytes, or_online=True)]
-        except _TooManySegments as refusal:
-            if profile.batch_size == profile.min_batch:
-                raise refusal.error from None
-            try:
-                little = self._profile(
-                    request.batch,
-                    tiles=profile.tiles,
-                    batch_size=request.batch_size,
-                    memory_bytes=1,
-                    most_bytes=most_bytes,
-                )
-                measuring = max(profile.measuring_bytes, little.measuring_bytes)
-                little = dataclasses.replace(little, measuring_bytes=measuring)
-                return [self._tried_smallest(little, request, most_bytes, or_online=False)]
-            except _TooManySegments as named:
-                raise named.error from None
-            except NeedsMore:  # what one row does is not what the batch does
-                raise refusal.error from None
+            return [self._tried_smallest(profile, request, most_bytes)]
+        except _LeavesPlan:
+            plan = self._smallest_plan(profile, request.batch_size)
+            untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
+            return [self._fit_online(untested, request.batch)]
+
+    def _is_of_least_rows(self, profile: Profile) -> bool:
+        return profile.batch_size == profile.min_batch
+
+    def _profile_of_least_rows(
+        self, profile: Profile, request: _Request, most_bytes: int | None
+    ) -> Profile:
+        """Of the same step, whatever the budget is.
+
+        Raises:
+            _Hopeless: measuring it would take more than `most_bytes`.
+        """
+        try:
+            little = self._profile(
+                request.batch,
+                tiles=profile.tiles,
+                batch_size=request.batch_size,
+                memory_bytes=1,
+                most_bytes=most_bytes,
+            )
+        except PastLimit as refusal:
+            raise _Hopeless(refusal.needed_bytes) from None
+        measuring = max(profile.measuring_bytes, little.measuring_bytes)
+        return dataclasses.replace(little, measuring_bytes=measuring)
+
+    def _smallest_within_limit(self, profile: Profile, request: _Request) -> TestedPlan | None:
+        """The smallest plan from this profile, if it holds."""
+        plan = self._smallest_plan(profile, request.batch_size)
+        least = max(int(plan.peak_bytes / _NEARLY), profile.measuring_bytes)
+        if least > self.limit_bytes:
+            return None
+        untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
+        return self._try_within_limit(untested, request.batch)
 
     def _tried_smallest(
-        self, profile: Profile, request: _Request, most_bytes: int | None, *, or_online: bool
+        self, profile: Profile, request: _Request, most_bytes: int | None
     ) -> TestedPlan:
-        """The smallest plan from this profile, if it holds; one that the forward leaves is none, or
-        is run online.
+        """The smallest plan from this profile, if it holds.
 
         Raises:
             _Hopeless: it would take more than `most_bytes`.
             BudgetInfeasible: it does not hold.
-            _TooManySegments: the same, and by the segments that it takes.
-            NeedsMore: the forward leaves it.
+            _LeavesPlan: the forward leaves it.
         """
         plan = self._smallest_plan(profile, request.batch_size)
         untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
         tried = self._try_out(untested, request.batch, most_bytes=most_bytes)
         if tried is None:
-            if or_online:
-                return self._fit_online(untested, request.batch)
-            raise NeedsMore(plan.peak_bytes)
+            raise _LeavesPlan
         if most_bytes is not None and tried.peak_bytes > most_bytes:
             raise _Hopeless(max(tried.peak_bytes, profile.measuring_bytes))
+        if max(tried.peak_bytes, profile.measuring_bytes) <= self.limit_bytes:
+            return tried
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, profile.measuring_bytes)
-        if max(tried.peak_bytes, profile.measuring_bytes) <= self.limit_bytes:
-            return tried
-        error = self._infeasible(tried.plan, least, cut=profile.splittable)
-        raise _TooManySegments(error) if tried.reserved_bytes == least else error
+        raise self._infeasible(tried.plan, least, cut=profile.splittable)
 
     def _smallest_plan(self, profile: Profile, batch_size: int) -> Plan:
         timed = with_computed_seconds(profile)
