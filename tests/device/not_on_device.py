@@ -107,9 +107,6 @@ KNOWN_GAPS: dict[str, str] = {
     "test_the_counter_is_what_was_predicted[segments-0.0-capturable": _ONE_SEGMENT_MORE,
     "tests/device/test_reserved.py::"
     "test_the_counter_is_what_was_predicted[expandable-0.0": _ONE_SEGMENT_MORE,
-    "tests/planning/test_named_choices.py::test_a_plan_does_what_was_asked_for": (
-        "while a moved value is used the next one is fetched, which plans on paper leave out"
-    ),
     "tests/tiling/test_planned_tiles.py::test_one_row_is_held_while_fitting": (
         "the budget is held; the predicted peak is up to 14 % above the measured one, or 0.5 %"
         " below it, and the bar is 0.5 %"
