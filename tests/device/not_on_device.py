@@ -111,9 +111,6 @@ KNOWN_GAPS: dict[str, str] = {
         "the budget is held; the predicted peak is up to 14 % above the measured one, or 0.5 %"
         " below it, and the bar is 0.5 %"
     ),
-    "tests/tiling/test_planned_tiles.py::test_no_way_to_cut_is_measured_in_more_than_the_budg": (
-        "8.8 MB were taken of 5.2 MB, it is not known by what"
-    ),
     "tests/tiling/test_planned_tiles.py::test_a_budget_below_one_row_is_held": (
         "the budget is held; the predicted peak is 8 % below the measured one, the bar is 5"
     ),

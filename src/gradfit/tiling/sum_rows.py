@@ -149,13 +149,20 @@ class _SumWithGradients(OneOperation):
 
     def _run(self, *tensors: Any) -> list[Tensor]:
         # What autograd saves in a tile is nobody else's, and used at once.
-        own_saves = saved_tensors_hooks(_same, _same)
+        own_saves = saved_tensors_hooks(_without_graph, _same)
         without_cast = without_autocast(tensors[0].device)
         with with_autograd(), telling(), torch.no_grad(), own_saves, without_cast:
             gradients = TileGradients(self._program, tensors, self._needed)
             rows, found = gradients.run_with_results(self._cut)
             self.dtype = rows.dtype
             return [_added_up(rows), *found]
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A node that saves its own result would hold itself, for good if its backward is not run to
+    the end.
+    """
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _same(tensor: Tensor) -> Tensor:
