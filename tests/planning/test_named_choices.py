@@ -151,7 +151,9 @@ def test_names_cost_what_they_say(profile: gf.Profile) -> None:
 
 def test_only_named_values_are_moved_out(profile: gf.Profile) -> None:
     everything = gf.plan(profile, memory="1 GiB").peak_bytes
-    plan = gf.plan(profile, memory=int(0.65 * everything), offload=["mlp"])
+    # the least is 2 % above 0.6 on a device
+    share = 0.6 if torch.get_default_device().type == "cpu" else 0.65
+    plan = gf.plan(profile, memory=int(share * everything), offload=["mlp"])
     moved = {value for value, action in enumerate(plan.actions) if action == "offload"}
     assert moved == set(profile.names["mlp"])
 

@@ -289,7 +289,9 @@ def test_a_step_listens_to_what_it_must(heard: list[str]) -> None:
         torch.manual_seed(number)
         result = step(batch)
         if 0 < number < 3:
-            assert len(heard) < 0.9 * len(step.profile.operations)
+            # on a device constants are held, and a few operations more are heard
+            most = 0.8 if torch.get_default_device().type == "cpu" else 0.9
+            assert len(heard) < most * len(step.profile.operations)
         torch.manual_seed(number)
         square(plain, batch).backward()
         other.step()
