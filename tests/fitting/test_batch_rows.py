@@ -121,7 +121,7 @@ def test_more_rows_in_tensors_that_are_no_larger() -> None:
             rows = (batch["owner"] >= start) & (batch["owner"] < start + size)
             yield {"x": batch["x"][rows], "owner": batch["owner"][rows] * 0, "y": batch["y"][:1]}
 
-    step._planner.runner.split = count
+    step._planner.step.runner.split = count
     split.asked.clear()
     step(batch)
     assert split.asked[0] == 4

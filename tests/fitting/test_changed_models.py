@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.fitting import plan_search
 from gradfit.fitting.other_trainers import Passes
+from gradfit.fitting.step_profiles import StepProfiles
 
 Change = Callable[[nn.Sequential], Any]
 
@@ -116,11 +116,11 @@ def test_the_same_hooks_again_are_not_measured_again(monkeypatch: pytest.MonkeyP
     step = gf.fit(model, optimizer, loss_of, x, memory="1 GiB", micro_batch=5)
     profiles = []
     monkeypatch.setattr(
-        plan_search.Planner,
-        "_profile",
-        lambda self, *args, _profile=plan_search.Planner._profile, **kwargs: (
+        StepProfiles,
+        "measure",
+        lambda self, *args, _measure=StepProfiles.measure, **kwargs: (
             profiles.append(1),
-            _profile(self, *args, **kwargs),
+            _measure(self, *args, **kwargs),
         )[1],
     )
     for number in range(8):
@@ -135,7 +135,7 @@ def test_a_batch_that_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyP
     model, optimizer, x = make()
     step = gf.fit(model, optimizer, loss_of, x, memory="1 GiB", micro_batch="whole")
     step(x)
-    monkeypatch.setattr(plan_search.Planner, "_profile", None)
+    monkeypatch.setattr(StepProfiles, "measure", None)
     model[0].weight.register_hook(lambda g: g.clamp(-1e-4, 1e-4))
     expected_model, expected_optimizer, _ = make()
     update_by_hand(expected_model, expected_optimizer, x)

@@ -18,7 +18,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.fitting.families import PlanningTime, _corner
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.step_profiles import StepProfiles
 from gradfit.fitting.tested_plan import Shape, covers, growth, shape_of, tensors_of
 from gradfit.planning.api import bare_plan
 
@@ -80,13 +80,13 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     count = [0]
-    run = Planner._profile
+    run = StepProfiles.measure
 
-    def counting(self: Planner, *args: Any, **options: Any) -> Any:
+    def counting(self: StepProfiles, *args: Any, **options: Any) -> Any:
         count[0] += 1
         return run(self, *args, **options)
 
-    monkeypatch.setattr(Planner, "_profile", counting)
+    monkeypatch.setattr(StepProfiles, "measure", counting)
     return count
 
 
@@ -224,7 +224,7 @@ def test_where_operations_differ_everything_is_kept_in_parts_until_there_is_time
     def in_halves(profile: Any, **options: Any) -> Any:  # which rebuilds, so that operations matter
         return bare_plan(profile, **(options | {"micro_batch": 4}))
 
-    monkeypatch.setattr("gradfit.fitting.plan_search.plan_for_fit", in_halves)
+    monkeypatch.setattr("gradfit.fitting.plans_on_paper.plan_for_fit", in_halves)
     torch.manual_seed(0)
     model = _TwoWays()
     one, other = torch.rand(8, 64, 16), -torch.rand(8, 64, 16)

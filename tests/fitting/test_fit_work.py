@@ -12,7 +12,7 @@ from torch import nn
 import gradfit as gf
 from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.additivity_record import Additivity
-from gradfit.fitting import plan_search, progress, race
+from gradfit.fitting import known_plans, progress, race, token_tiles
 from gradfit.planning.microbatch import MicrobatchSearch
 from gradfit.profiling import measure
 from gradfit.profiling.profile import Profile
@@ -100,22 +100,23 @@ def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.Monk
     """Tiles are not tried where the plan without them is nearly as fast as if everything were
     kept.
     """
-    from gradfit.fitting.plan_search import Planner, _may_be_beaten
+    from gradfit.fitting.plan_search import may_be_beaten
+    from gradfit.fitting.step_profiles import StepProfiles
     from gradfit.fitting.tested_plan import TestedPlan
 
     profiles: list[Any] = []
-    run = Planner._profile
+    run = StepProfiles.measure
 
-    def noted(self: Planner, *args: Any, **options: Any) -> Profile:
+    def noted(self: StepProfiles, *args: Any, **options: Any) -> Profile:
         profiles.append(options.get("tiles"))
         return run(self, *args, **options)
 
-    monkeypatch.setattr(Planner, "_profile", noted)
+    monkeypatch.setattr(StepProfiles, "measure", noted)
     step = fitted()
     assert profiles == [None]
     (known,) = step.known
     assert isinstance(known, TestedPlan)
-    assert not _may_be_beaten(known)
+    assert not may_be_beaten(known)
 
 
 def test_the_first_plan_is_found_quickly_and_a_better_one_while_training_runs(
@@ -146,9 +147,9 @@ def test_the_first_plan_is_found_quickly_and_a_better_one_while_training_runs(
 def test_tiles_are_not_looked_for_where_logits_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """That would take a forward of its own."""
     looked: list[Any] = []
-    find = plan_search.choose_tiles
+    find = token_tiles.choose_tiles
     monkeypatch.setattr(
-        plan_search, "choose_tiles", lambda *given: looked.append(given) or find(*given)
+        token_tiles, "choose_tiles", lambda *given: looked.append(given) or find(*given)
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 300))
@@ -226,9 +227,9 @@ def test_a_batch_like_the_last_one_is_served_without_asking_every_plan(
     x = torch.randn(16, 8)
     step = gf.fit(model, optimizer, lambda model, x: model(x).square().mean(), x, memory="8 MiB")
     asked: list[Any] = []
-    original = plan_search.covering
+    original = known_plans.covering
     monkeypatch.setattr(
-        plan_search, "covering", lambda *given: asked.append(given) or original(*given)
+        known_plans, "covering", lambda *given: asked.append(given) or original(*given)
     )
     # the peak of the first two is measured, and then the seconds of at most ten: new records of the
     # plan

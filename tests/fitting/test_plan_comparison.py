@@ -13,7 +13,7 @@ from torch import nn
 import gradfit as gf
 from gradfit.fitting import train_step
 from gradfit.fitting.plan_comparison import PlanComparison
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.plan_improvement import PlanImprovement
 from gradfit.fitting.recovery import Recovery
 
 ROWS = 64
@@ -110,7 +110,7 @@ def test_the_fastest_in_real_steps_stays(
 
 def test_nothing_is_looked_for_before_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
-    monkeypatch.setattr(Planner, "_look_for_faster", lambda *args: looked.append(args))
+    monkeypatch.setattr(PlanImprovement, "look_for_faster", lambda *args: looked.append(args))
     step = fitted(planning_share=0.0)
     clock = Clock(monkeypatch, keeping_is_fast=True)
     for _, batch in zip(range(15), batches(), strict=False):

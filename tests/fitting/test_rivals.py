@@ -4,6 +4,7 @@ whichever was planned.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting import timed_plans
 from gradfit.planning.api import plain_plan, recomputing_plan
 from gradfit.profiling.profile import Linear, Profile
 
@@ -64,11 +65,11 @@ def test_the_clock_decides(
 ) -> None:
     asked: set[bool] = set()
 
-    def seconds(self: Planner, made: Any, part: Any) -> float:
+    def seconds(step: Any, made: Any, part: Any) -> float:
         asked.add(made.plan.keeps_everything)
         return len(part) * (1.0 if made.plan.keeps_everything is recomputation_is_slow else 2.0)
 
-    monkeypatch.setattr(Planner, "_pass_seconds", seconds)
+    monkeypatch.setattr(timed_plans, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     step = gf.fit(
@@ -84,12 +85,12 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     """On a machine that becomes ten times as slow while they are: so it does for both."""
     order: list[bool] = []
 
-    def seconds(self: Planner, made: Any, part: Any) -> float:
+    def seconds(step: Any, made: Any, part: Any) -> float:
         order.append(made.plan.keeps_everything)
         pace = 1.0 if len(order) <= 2 else 10.0
         return 1e-3 * pace * len(part) * (1.0 if made.plan.keeps_everything else 1.1)
 
-    monkeypatch.setattr(Planner, "_pass_seconds", seconds)
+    monkeypatch.setattr(timed_plans, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     step = gf.fit(
@@ -171,14 +172,24 @@ def test_memory_that_runs_out_while_plans_are_timed(monkeypatch: pytest.MonkeyPa
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(16, 8)
-    step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), batch, memory="1 MiB")
+    step = gf.fit(
+        model,
+        optimizer,
+        lambda m, x: m(x).square().mean(),
+        batch,
+        memory="1 MiB",
+        plan_ahead=True,  # else nothing is timed
+    )
+    failed: list[object] = []
 
-    def fail(*_: object) -> float:
+    def fail(*given: object) -> float:
+        failed.append(given)
         raise torch.OutOfMemoryError("Tried to allocate 20 MiB.")
 
-    monkeypatch.setattr(Planner, "_pass_seconds", fail)
+    monkeypatch.setattr(timed_plans, "_pass_seconds", fail)
     tested = step.known[0]
-    assert step._planner._fastest([tested, tested], batch) is tested
+    assert timed_plans.fastest(step._planner._tools, [tested, tested], batch) is tested
+    assert len(failed) == 1
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -192,5 +203,6 @@ def test_a_rank_without_rows_counts_what_is_reserved(monkeypatch: pytest.MonkeyP
     # which asks the other ranks
     monkeypatch.setattr(step, "_close_window", lambda totals: (nothing, 0.0, {}))
     before = step.idle().peak_bytes
-    step._planner.reserved_bytes = 1000  # buckets for communication
+    planner = step._planner  # with buckets for communication
+    planner.step = dataclasses.replace(planner.step, reserved_bytes=1000)
     assert step.idle().peak_bytes == before + 1000

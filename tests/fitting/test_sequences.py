@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.step_profiles import StepProfiles
 from gradfit.planning.api import beginning_like
 from gradfit.recompute.follow_plan import Diverged, Script, recording
 
@@ -68,13 +68,13 @@ def _budget(model: nn.Module) -> int:
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a planner has profiled."""
     count = [0]
-    run = Planner._profile
+    run = StepProfiles.measure
 
-    def counting(self: Planner, *args: Any, **options: Any) -> Any:
+    def counting(self: StepProfiles, *args: Any, **options: Any) -> Any:
         count[0] += 1
         return run(self, *args, **options)
 
-    monkeypatch.setattr(Planner, "_profile", counting)
+    monkeypatch.setattr(StepProfiles, "measure", counting)
     return count
 
 

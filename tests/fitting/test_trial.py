@@ -103,11 +103,13 @@ class OneRowIsAnother(nn.Module):
 def test_a_size_at_which_other_operations_run_is_planned_by_them_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from gradfit.fitting.plan_search import Planner
+    from gradfit.fitting import plan_until_held
 
     left = []
-    found = Planner._profile_at
-    monkeypatch.setattr(Planner, "_profile_at", lambda *given: left.append(1) or found(*given))
+    found = plan_until_held._profile_at
+    monkeypatch.setattr(
+        plan_until_held, "_profile_at", lambda *given: left.append(1) or found(*given)
+    )
     torch.manual_seed(0)
     model, batch = OneRowIsAnother(), torch.rand(8, 256, 64)
     with gf.meter(model, batch) as live:

@@ -17,7 +17,7 @@ from test_survive import FailAt
 from torch import nn
 
 import gradfit as gf
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.plan_finisher import PlanFinisher
 from gradfit.fitting.plan_state import read_plan, write_plan
 
 
@@ -188,7 +188,7 @@ def test_without_room_for_a_copy_a_step_is_whole_or_refused(name: str, first: bo
 
 
 def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_copy_seconds", lambda self: 1000.0)
+    monkeypatch.setattr(PlanFinisher, "_copy_seconds", lambda self: 1000.0)
     roomy, tight = Run("adamw", 10**7).step.plan, Run("adamw", least("adamw")).step.plan
     # There was no state yet: with Adam's two averages the copy takes three times as long, and its
     # counters' bytes.

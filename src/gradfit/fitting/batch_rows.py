@@ -51,3 +51,33 @@ class BatchRows:
         if self._exact is None and self._whole is not None and self._whole[0] == size:
             return [Part(0, size, self._whole[1])]
         return self._runner.parts(self.batch, size, self.exact)
+
+
+class RowCounter:
+    """Counts the rows of batches, those of the batch of a running step once.
+
+    Args:
+        runner: cuts them.
+    """
+
+    def __init__(self, runner: MicroBatchRunner) -> None:
+        self._runner = runner
+        self.of_step: BatchRows | None = None
+        """Of the batch of the step that runs now."""
+
+    def begin_step(self, batch: Any) -> BatchRows:
+        """The rows of a step's batch, which are counted once, or not at all where that need not
+        be; until `end_step`.
+        """
+        self.of_step = BatchRows(self._runner, batch)
+        return self.of_step
+
+    def end_step(self) -> None:
+        """The step is over: its batch is let go."""
+        self.of_step = None
+
+    def count(self, batch: Any) -> int:
+        """How many rows a batch has."""
+        if self.of_step is not None and self.of_step.batch is batch:
+            return self.of_step.exact
+        return self._runner.rows(batch)

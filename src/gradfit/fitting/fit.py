@@ -30,7 +30,8 @@ from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.frozen_writes import refuse_frozen_writes
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.planner import Planner
+from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
@@ -151,7 +152,8 @@ def fit(
     size = None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
     check_model(model)
     check_members(model, optimizer)
-    refuse_frozen_writes(MicroBatchRunner(model, loss_fn, split), sample_batch)
+    runner = MicroBatchRunner(model, loss_fn, split)
+    refuse_frozen_writes(runner, sample_batch)
     accumulator = BareAccumulator(
         optimizer,
         clip=clip,
@@ -159,28 +161,24 @@ def fit(
         dtype=dtype,
         on_nonfinite=on_nonfinite,
     )
-    planner = Planner(
-        model,
+    step = StepToPlan(
+        runner,
         optimizer,
-        loss_fn,
         budget,
-        split=split,
         offload=offload is True or "offload" in named.values(),
         named=named,
-        known=known,
         reproducible=reproducible,
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
         wide=dtype,
-        copies=True,
+        is_ours=True,
         micro_batch=size,
         whole=micro_batch == "whole",
         exact=exact,
         tile=tile,
-        planning_share=planning_share,
         plan_ahead=plan_ahead,
-        on_progress=on_progress,
     )
+    planner = Planner(step, known=known, planning_share=planning_share, on_progress=on_progress)
     ranks = accumulator.ranks
     # refused in the middle of another's window, whose sums would be lost
     claim(accumulator.window, accumulator.window.tensors)
@@ -205,7 +203,7 @@ def fit(
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise
-    warn_about_cutting(tested, planner.additivity, exact=exact)
+    warn_about_cutting(tested, planner.loss.additivity, exact=exact)
     accumulator.enabled = False  # but inside of its steps
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, tested, given=given)
 
@@ -244,7 +242,7 @@ def _agreeing(ranks: AllRanks, planner: Planner) -> Iterator[None]:
             ranks.agree(error)
         raise
     ranks.agree(None)
-    _check_same_weights(ranks, planner.additivity)
+    _check_same_weights(ranks, planner.loss.additivity)
 
 
 def _check_same_weights(ranks: AllRanks, additivity: Additivity | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradfit.batches.model_tree import ModelTree
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.planner import Planner
 from gradfit.fitting.tested_plan import TestedPlan
 
 _MOST = 4  # sets of hooks whose plans are remembered

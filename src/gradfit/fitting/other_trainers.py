@@ -15,13 +15,14 @@ from gradfit.arguments import read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.model_tree import ModelTree
-from gradfit.batches.runner import LossFunction
+from gradfit.batches.runner import LossFunction, MicroBatchRunner
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.measured_models import MeasuredModels
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.planner import Planner
 from gradfit.fitting.recovery import Recovery
+from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import check_model
@@ -58,17 +59,20 @@ class Passes:
         check_model(model)
         self._model, self._exact = model, exact
         self._planner = Planner(
-            model,
-            optimizer,
-            loss_fn,
-            parse_bytes(memory),
-            reserved_bytes=reserved_bytes,
-            micro_batch=(
-                None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
-            ),
-            whole=micro_batch == "whole",
-            exact=exact,
-            tile=tile,
+            StepToPlan(
+                MicroBatchRunner(model, loss_fn),
+                optimizer,
+                parse_bytes(memory),
+                reserved_bytes=reserved_bytes,
+                micro_batch=(
+                    None
+                    if micro_batch in (None, "whole")
+                    else read_count(micro_batch, "micro_batch")
+                ),
+                whole=micro_batch == "whole",
+                exact=exact,
+                tile=tile,
+            )
         )
         self._recovery = Recovery(self._planner)
         self._tree = ModelTree(model)
@@ -79,14 +83,14 @@ class Passes:
         """The plan for batches like this one; the first such batch is profiled and tried out, which
         leaves no trace.
         """
-        return self._planner.described(self._tested(batch, self._planner.runner.rows(batch)))
+        return self._planner.described(self._tested(batch, self._planner.step.runner.rows(batch)))
 
     @property
     def additivity(self) -> Additivity | None:
         """How the parts of a batch make the whole, as measured with the first plan; None before
         it.
         """
-        return self._planner.additivity
+        return self._planner.loss.additivity
 
     def run(
         self,
@@ -108,7 +112,7 @@ class Passes:
             MisuseError: The batch has no rows, or its parts are divided by numbers that do not go
                 together.
         """
-        runner = self._planner.runner
+        runner = self._planner.step.runner
         rows = runner.rows(batch)
         tested = self._tested(batch, rows)
         before = Snapshot(self._model)

@@ -26,7 +26,7 @@ from gradfit.batches.weights import CountFirst, UnreadableLoss, must_count
 from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.modes import WithinLimit
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.planner import Planner
 from gradfit.fitting.sequences import Sequences
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.recompute.follow_plan import Diverged
@@ -115,7 +115,7 @@ class Recovery:
         block that would do waits for an event, and the same step succeeds a moment later
         (https://github.com/pytorch/pytorch/issues/189504).
         """
-        return list(_SHARES) if self._plans.device is None else [1.0, *_SHARES]
+        return list(_SHARES) if self._plans.step.device is None else [1.0, *_SHARES]
 
     def _cure(self, error: BaseException, tested: TestedPlan) -> _Cure | None:
         """How the next attempt may succeed; None if it cannot."""
@@ -134,7 +134,7 @@ class Recovery:
         self.reads_each = isinstance(error, ReadEach)
         self._counts_first = self._counts_first or isinstance(error, CountFirst)
         if isinstance(error, UnreadableLoss):
-            return self._plans.run_as_written()
+            return self._plans.loss.run_as_written()
         return isinstance(error, Diverged | ReadEach | CountFirst)
 
     def run(
@@ -156,15 +156,16 @@ class Recovery:
             first: the part is the first that is run of its batch.
         """
         mode = self._mode(tested, part, batch, first=first)
-        self._plans.runner.run(part, mode, backward)
+        self._plans.step.runner.run(part, mode, backward)
 
     def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)
         if tested.steady and not reason:
             return _ByOneOf(self._sequences, tested, part, first=first)
         self.online = reason or tested.plan.online
-        plans = self._plans
-        return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
+        step = self._plans.step
+        resident = (step.model, step.optimizer, batch)
+        return WithinLimit(tested, step.limit_bytes, *resident, device=step.device)
 
     def count(
         self, tested: TestedPlan, parts: list[Part], before: Snapshot, first: int = 0
@@ -178,10 +179,10 @@ class Recovery:
             before: what the model was before; it is so again afterwards.
             first: the part that is run first.
         """
-        additivity = self._plans.additivity
+        additivity = self._plans.loss.additivity
         if additivity is None or not self._must_count(additivity, len(parts)):
             return None
-        runner = self._plans.runner
+        runner = self._plans.step.runner
         counter = PartCounter(
             runner.model, tested.tiled(runner.loss_fn), runner.split, additivity.roles
         )

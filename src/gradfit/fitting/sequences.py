@@ -22,7 +22,7 @@ from typing import Any
 from gradfit import _torch_distributed as distributed
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.families import covering
-from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.planner import Planner
 from gradfit.fitting.tested_plan import PartShape, TestedPlan, part_shape
 from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
@@ -173,7 +173,8 @@ class Sequences:
         if count > _MOST or distributed.is_running():
             return None
         planner = self._planner
-        part = next(islice(planner.parts(batch, tested.plan.micro_batch), left.position, None))
+        parts = planner.step.runner.cut(batch, tested.plan.micro_batch)
+        part = next(islice(parts, left.position, None))
         with planner.time.planning():
             try:
                 return planner.plan_of_part(part, tested)

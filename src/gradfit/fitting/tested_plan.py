@@ -99,6 +99,16 @@ class TestedPlan:
         return contextlib.nullcontext()
 
 
+def not_tried(plan: Plan, profile: Profile, shape: Shape) -> TestedPlan:
+    """A plan that is yet to be tried out."""
+    return TestedPlan(plan, profile, shape, 0, steady=True)
+
+
+def keeps_whole_batch(plan: Plan) -> bool:
+    """Whether a step is one plain pass."""
+    return plan.keeps_everything and plan.steps == 1
+
+
 def with_update_copy(tested: TestedPlan, copy_bytes: int, limit_bytes: int) -> TestedPlan:
     """With so large a copy beside the optimizer's step, where there is room, if need be with its
     parameters updated in more groups; that may be the peak of all.

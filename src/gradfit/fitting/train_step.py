@@ -36,8 +36,8 @@ from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.grouped_step import GroupedStep
 from gradfit.fitting.measured_models import MeasuredModels
-from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.fitting.planner import Planner
 from gradfit.fitting.recovery import Recovery
 from gradfit.fitting.tensor_copies import CopyLayout
 from gradfit.fitting.tested_plan import TestedPlan
@@ -179,7 +179,7 @@ class TrainStep(NotCopied):
 
     @property
     def budget_bytes(self) -> int:
-        return self._planner.budget_bytes
+        return self._planner.step.budget_bytes
 
     @property
     def known(self) -> tuple[TestedPlan, ...]:
@@ -282,9 +282,9 @@ class TrainStep(NotCopied):
         planner = self._planner
         begun = planner.time.begin_step()
         try:
-            return self._run(batch, planner.count(batch), progress, after_micro_batch)
+            return self._run(batch, planner.rows.begin_step(batch), progress, after_micro_batch)
         finally:
-            planner.forget_batch()
+            planner.rows.end_step()
             planner.time.end_step(begun)
 
     def _run(
@@ -366,7 +366,9 @@ class TrainStep(NotCopied):
         self._tree.renew()  # a first forward may make modules
         self._measured_models.are_measured()
         if is_changed:
-            warn_about_cutting(tested, self._planner.additivity, exact=self._planner.exact)
+            warn_about_cutting(
+                tested, self._planner.loss.additivity, exact=self._planner.step.exact
+            )
         return tested
 
     def _snapshot(self) -> Snapshot:
@@ -412,7 +414,7 @@ class TrainStep(NotCopied):
 
     def _share_of_sum(self) -> float:
         """What a rank without rows weighs: of sums the weights of all ranks together are 1."""
-        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
+        ranks, additivity = self.accumulator.ranks.size, self._planner.loss.additivity
         is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
         return 1 / ranks if is_sum else 0.0
 
@@ -444,7 +446,7 @@ class TrainStep(NotCopied):
     @property
     def _summed_logs(self) -> tuple[str, ...]:
         """Logs that are counts."""
-        additivity = self._planner.additivity
+        additivity = self._planner.loss.additivity
         return () if additivity is None else additivity.summed_logs
 
     def _attempt(self, call: _Call, tested: TestedPlan, attempt: int) -> TrainResult:
@@ -468,9 +470,9 @@ class TrainStep(NotCopied):
 
     def _meter_for(self, tested: TestedPlan) -> Meter:
         """What arithmetic has found may not even begin to pass the budget."""
-        device = self._planner.device
+        device = self._planner.step.device
         if tested.by_size:
-            return Evictor(self._planner.limit_bytes, device=device)
+            return Evictor(self._planner.step.limit_bytes, device=device)
         return Meter(device=device)
 
     def _update(
@@ -526,7 +528,7 @@ class TrainStep(NotCopied):
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=peak_bytes + self._planner.reserved_bytes,
+            peak_bytes=peak_bytes + self._planner.step.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
@@ -562,10 +564,10 @@ class TrainStep(NotCopied):
 
     def _weights_of(self, rows: int, shares: Sequence[PartShare] | None) -> BatchWeights:
         return BatchWeights(
-            self._planner.additivity,
+            self._planner.loss.additivity,
             rows,
             ranks=self.accumulator.ranks.size,
-            exact=self._planner.exact,
+            exact=self._planner.step.exact,
             shares=shares,
             may_repeat=shares is None,
         )

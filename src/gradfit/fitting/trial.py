@@ -27,8 +27,11 @@ from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.batches.weights import BatchWeights
 from gradfit.devices import counted_device, free_cached_memory
 from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.progress import ProgressReport
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord
+from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.update_requests import DeviceUpdates
 from gradfit.profiling.meter import Meter, meter
@@ -58,26 +61,31 @@ class Trials:
     """Tries plans out.
 
     Args:
-        runner: runs the micro-batches.
-        optimizer: there all the time, as the model is.
-        limit_bytes: what a step may take.
+        step: runs the micro-batches, and says what they may take.
+        loss: what weighs the parts of a batch.
         reserved: the allocators of the model's devices.
-        weights: for a batch of so many rows, what weighs its parts.
+        progress: is told that a trial begins.
     """
 
     def __init__(
         self,
-        runner: MicroBatchRunner,
-        optimizer: Any,
-        limit_bytes: int,
+        step: StepToPlan,
+        loss: MeasuredLoss,
         reserved: ReservedMemory,
-        weights: Callable[[int], BatchWeights],
+        progress: ProgressReport,
     ) -> None:
         self.left = ""
         """Where the last trial left its plan."""
-        self._runner, self._optimizer, self._model = runner, optimizer, runner.model
-        self._limit_bytes, self._reserved, self._weights = limit_bytes, reserved, weights
-        self._updates = DeviceUpdates(runner.model, optimizer, reserved.devices, limit_bytes)
+        self._step, self._loss, self._reserved, self._progress = step, loss, reserved, progress
+        self._updates = DeviceUpdates(
+            step.model, step.optimizer, reserved.devices, step.limit_bytes
+        )
+
+    def within_limit(self, untested: TestedPlan, batch: Any) -> TestedPlan | None:
+        """As `try_out`; None if it does not hold the budget, too."""
+        limit = self._step.limit_bytes
+        tried = self.try_out(untested, batch, most_bytes=limit)
+        return None if tried is None or tried.peak_bytes > limit else tried
 
     def try_out(
         self,
@@ -97,15 +105,18 @@ class Trials:
                 needed, at least, where it did not suffice.
             most_bytes: no operation is begun that would pass so many bytes; the same of its peak.
         """
-        with untouched(self._model) as before:
+        step = self._step
+        self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
+        with untouched(step.model) as before:
             record = TrialRecord(self._reserved)
-            trial = _Trial(self._runner, self._optimizer, untested, batch, before, record)
+            trial = _Trial(step.runner, step.optimizer, untested, batch, before, record)
             try:
                 with record:
                     if online_bytes is not None:
                         trial.run_online(online_bytes)
                     else:
-                        trial.run_planned(most_bytes, self._weights(untested.plan.batch_size))
+                        weights = self._loss.weights_of(untested.plan.batch_size)
+                        trial.run_planned(most_bytes, weights)
                     trial.read_losses()
                 return trial.tested(self._updates)
             except Exception as error:
@@ -114,7 +125,7 @@ class Trials:
                 peak = self._peak_told_by(error, online_bytes)
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
-                drop_gradients(self._model)
+                drop_gradients(step.model)
             free_cached_memory()
             return dataclasses.replace(untested, peak_bytes=peak) if peak else None
 
@@ -127,7 +138,7 @@ class Trials:
         # Where memory ran out before the budget did: as if the trial had taken a tenth more than
         # there is.
         is_short = online_bytes is None and is_out_of_memory(error)
-        return self._limit_bytes * 11 // 10 if is_short else 0
+        return self._step.limit_bytes * 11 // 10 if is_short else 0
 
 
 class _Trial:

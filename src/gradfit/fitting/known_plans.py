@@ -1,0 +1,123 @@
+"""The plans of a step that were made so far, and which of them serve a batch.
+
+They are remembered within bounds: what was not used for longest goes first (`families.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gradfit.fitting.families import covering, grown, in_smaller_parts, with_slack, within_memory
+from gradfit.fitting.measured_loss import MeasuredLoss
+from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
+from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, keeps_whole_batch
+from gradfit.profiling.update_groups import may_be_cut
+
+
+class KnownPlans:
+    """Plans by the shapes of batches.
+
+    Args:
+        step: what they are plans for.
+        loss: whether a batch may be cut.
+    """
+
+    def __init__(self, step: StepToPlan, loss: MeasuredLoss) -> None:
+        self._step, self._loss = step, loss
+        self.all: list[TestedPlan] = []
+        """In the order in which they are tried for a batch; a new list whenever one comes or goes.
+        """
+        self._used: dict[int, int] = {}  # by a plan's address: when it was last used
+        self._clock = 0
+
+    def take_up(self, plans: Iterable[TestedPlan]) -> None:
+        """Go by these plans from now on, and by what was measured of the loss when they were
+        made.
+        """
+        # of another optimizer, perhaps, which may be updated in groups where this one may not
+        plans = [one for one in plans if may_be_cut(self._step.optimizer, one.plan.update_groups)]
+        self.all = [with_slack(plan, self._step.limit_bytes) for plan in plans]
+        self._loss.additivity = self.all[0].profile.additivity if self.all else None
+
+    # -- which one serves a batch -----------------------------------------------------------------
+
+    def for_larger(self, request: PlanRequest) -> TestedPlan | None:
+        """The first plan that holds, for batches at least as large as this one."""
+        return next(iter(covering(self._holding(), request.shape, request.batch_size)), None)
+
+    def most_kept_whole(self, shape: Shape) -> int | None:
+        """Of the plans that keep everything and run a batch of this shape whole, the most rows."""
+        larger = covering(self.all, shape, 0)
+        sizes = [one.plan.batch_size for one in larger if keeps_whole_batch(one.plan)]
+        return max(sizes, default=None)
+
+    def grown(self, request: PlanRequest) -> TestedPlan | None:
+        """What arithmetic makes of a plan for smaller batches, if that surely holds."""
+        limit_bytes = self._step.limit_bytes
+        return grown(self._holding(), request.shape, request.batch_size, limit_bytes)
+
+    def in_parts(self, request: PlanRequest, below: int | None = None) -> TestedPlan | None:
+        """Micro-batches so small that they hold by arithmetic, until there is time for a plan of
+        their own; or, where one of so many rows has not, of fewer.
+        """
+        if self._step.compares_ahead or self._step.micro_batch is not None:
+            return None
+        return in_smaller_parts(
+            self._holding(), request.shape, request.batch_size, self._step.limit_bytes, below
+        )
+
+    def _holding(self) -> list[TestedPlan]:
+        return [tested for tested in self.all if self._holds(tested)]
+
+    def _holds(self, tested: TestedPlan) -> bool:
+        """Whether a plan is one for this budget: it may come from a step with a larger one, or from
+        another loss.
+        """
+        return self._within_budget(tested) and (
+            tested.plan.steps == 1 or self._loss.may_be_in_parts
+        )
+
+    def _within_budget(self, tested: TestedPlan) -> bool:
+        """Whether its measured peak is within the budget. A real step's has in it what a trial does
+        not hold.
+        """
+        step, has_stepped = self._step, tested.seen_bytes > 0
+        return tested.peak_bytes <= (
+            step.budget_bytes - step.reserved_bytes if has_stepped else step.limit_bytes
+        )
+
+    # -- remembering them -------------------------------------------------------------------------
+
+    def mark_used(self, tested: TestedPlan) -> TestedPlan:
+        """It serves a batch now."""
+        self._used[id(tested)] = self._clock = self._clock + 1
+        return tested
+
+    def remember(self, tested: TestedPlan) -> TestedPlan:
+        """Take in a plan, in the place of one for the same shape and the same operations."""
+        others = [other for other in self.all if not _takes_the_place_of(tested, other)]
+        kept = within_memory(others, self._used)
+        self.all = sorted([*kept, tested], key=lambda one: one.plan.peak_bytes)
+        self._used = {id(one): self._used.get(id(one), 0) for one in self.all}
+        return tested
+
+    def exchange(self, old: TestedPlan, new: TestedPlan) -> TestedPlan:
+        """Go by another plan for the same batches."""
+        self._used[id(new)] = self._used.pop(id(old), 0)
+        self.all = [new if one is old else one for one in self.all]
+        return new
+
+    def forget(self, tested: TestedPlan) -> None:
+        """It does not hold."""
+        self.all = [other for other in self.all if other is not tested]
+
+
+def _takes_the_place_of(new: TestedPlan, old: TestedPlan) -> bool:
+    """Whether both are for the same shape, and the same operations, if those are always the
+    same; or one was only found by arithmetic.
+    """
+    if old.by_size and not new.by_size and covers(old.shape, new.shape):
+        return True  # it was for the time until then
+    if new.shape != old.shape:
+        return False
+    return not old.steady or old.plan.operations == new.plan.operations

@@ -1,0 +1,152 @@
+"""What a step does, measured: a profile, with what only this step knows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradfit import _torch_distributed as distributed
+from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.runner import LossFunction
+from gradfit.fitting.batch_rows import RowCounter
+from gradfit.fitting.measured_loss import MeasuredLoss
+from gradfit.fitting.memory_lasts import where_memory_lasts
+from gradfit.fitting.progress import ProgressReport
+from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
+from gradfit.fitting.trial import meter_below, refusing
+from gradfit.fitting.update_bursts import with_update_bursts
+from gradfit.planning.named_choices import fix_by_name, fix_known_names
+from gradfit.profiling.measure import MeasuredStep, MeasuringLimits, measure_sizes
+from gradfit.profiling.profile import Profile
+from gradfit.recompute.offload import measure_bandwidth
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
+
+
+class _Measured(NamedTuple):
+    """What was measured last."""
+
+    profile: Profile | None = None
+    unlike: Sequence[Profile] = ()  # of sizes at which other operations were run
+    by_the_way: bool = False  # in passes that were not quite those of a step
+
+    def has(self, profile: Profile) -> bool:
+        return any(profile is one for one in (self.profile, *self.unlike))
+
+
+class StepProfiles:
+    """Measures profiles of a step.
+
+    Args:
+        step: what is measured, and the budget.
+        loss: is told how it adds up, which is measured with a profile.
+        rows: counts them.
+        progress: is told that measuring begins.
+    """
+
+    def __init__(
+        self, step: StepToPlan, loss: MeasuredLoss, rows: RowCounter, progress: ProgressReport
+    ) -> None:
+        self._step, self._loss, self._rows, self._progress = step, loss, rows, progress
+        self._last = _Measured()
+
+    def measure(
+        self,
+        request: PlanRequest,
+        *,
+        rows: int | None = None,
+        tiles: Tiles | None = None,
+        memory_bytes: int | None = None,
+        most_bytes: int | None = None,
+    ) -> Profile:
+        """What a step with this batch does, in these tiles. With less memory than the budget, fewer
+        rows are measured.
+
+        Raises:
+            PastLimit: it would have taken more than `most_bytes`.
+        """
+        step, loss = self._step, self._loss
+        tiled = " in tiles of tokens" if tiles is not None else ""
+        self._progress.begin(f"measuring a step's operations{tiled}")
+        loss_fn = with_tiles(step.runner.loss_fn, tiles)
+        what = MeasuredStep(step.model, loss_fn, request.batch, step.optimizer, step.runner.split)
+        is_open = by_the_way = False
+
+        def measure(limit_bytes: int) -> list[Profile]:
+            nonlocal is_open, by_the_way
+            bandwidth = self._host_bandwidth()
+            is_open = loss.additivity is None and self._is_never_cut(request, loss_fn)
+            limits = MeasuringLimits(
+                limit_bytes,
+                rows,
+                bandwidth,
+                meter_below(most_bytes),
+                self._least_rows(request.batch),
+                shares_passes=(not step.compares_ahead and step.micro_batch is None and step.exact),
+            )
+            by_the_way = limits.shares_passes and loss.additivity is None
+            with refusing(0):
+                return measure_sizes(what, limits, Additivity(None) if is_open else loss.additivity)
+
+        # where there is less memory than the budget says, with as few rows as can be
+        found = where_memory_lasts(step, measure, (memory_bytes or step.limit_bytes, 1))
+        if not is_open:
+            loss.additivity = found[0].additivity
+        measured, *others = [self._as_run_here(one, request, tiles) for one in found]
+        self._last = _Measured(measured, others, by_the_way)
+        return measured
+
+    def unlike(self, profile: Profile, size: int) -> Profile | None:
+        """The profile of this very size, if other operations were seen to run at it."""
+        if profile is not self._last.profile:
+            return None
+        return next((one for one in self._last.unlike if one.batch_size == size), None)
+
+    def is_of_size(self, profile: Profile, size: int) -> bool:
+        """Whether a profile is of this very size, in passes as those of a step."""
+        by_the_way = self._last.by_the_way and self._last.has(profile)
+        return size == profile.batch_size and not by_the_way
+
+    def _as_run_here(self, measured: Profile, request: PlanRequest, tiles: Tiles | None) -> Profile:
+        """What was measured, with what only this step knows."""
+        measured = dataclasses.replace(
+            with_update_bursts(self._step, measured),
+            tiles=tiles,
+            additivity=self._loss.additivity,
+            splittable=self._is_splittable(measured),
+        )
+        fix = fix_by_name if tiles is None and request.is_first else fix_known_names
+        return fix(measured, self._step.named)
+
+    def _host_bandwidth(self) -> float:
+        """Bytes a second to the host, where values may be moved there."""
+        if not self._step.offload:
+            return 0.0
+        device = next(self._step.model.parameters()).device
+        return measure_bandwidth(device, min(16 << 20, 1024 + self._step.limit_bytes // 8))
+
+    def _is_splittable(self, profile: Profile) -> bool:
+        """Whether a batch is cut: as it was asked for, or as it was measured."""
+        if self._step.whole:
+            return False
+        return profile.splittable if self._step.exact else True
+
+    def _least_rows(self, batch: Any) -> int | None:
+        """How many rows are run at once in any case; None: as it is measured."""
+        whole, asked = self._step.whole, self._step.micro_batch
+        if whole or asked is not None:
+            rows = self._rows.count(batch)
+            return rows if whole else min(rows, asked or rows)
+        return None if self._step.exact else 1
+
+    def _is_never_cut(self, request: PlanRequest, loss_fn: LossFunction) -> bool:
+        """Whether how parts add up need not be known, which takes many forwards to measure: the
+        step is one row, it is ours alone, and the loss says no count, which might be a wrong one.
+        """
+        if not self._step.is_ours or distributed.is_running() or not self._is_one_row(request):
+            return False
+        return not self._loss.has_count(request.batch, loss_fn)
+
+    def _is_one_row(self, request: PlanRequest) -> bool:
+        return request.batch_size == 1 and self._rows.count(request.batch) <= 1
