@@ -63,7 +63,7 @@ from gradfit.fitting.fit import fit
 from gradfit.fitting.train_step import TrainResult, TrainStep
 from gradfit.planning.api import frontier, plan
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import profile
+from gradfit.profiling.make_profile import profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.recompute.apply import AppliedPlan, apply

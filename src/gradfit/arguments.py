@@ -296,6 +296,20 @@ def _check_depth(model: torch.nn.Module) -> None:
         ) from None
 
 
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse a model that cannot be trained as it stands."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MisuseError(
+            "No parameter of the model requires a gradient. Call model.requires_grad_() on what to"
+            " train."
+        )
+    if not model.training:
+        raise MisuseError(
+            "The model is in evaluation mode, so dropout and BatchNorm would not train. Call"
+            " model.train() first."
+        )
+
+
 def check_optimizer(optimizer: Any) -> None:
     """An optimizer: torch's, or any other that steps."""
     if not _has_method(optimizer, "step") or not _has_method(optimizer, "zero_grad"):

@@ -202,10 +202,10 @@ def test_the_least_budget_and_those_above_it_are_enough(
     """Whatever sizes the clock lets be measured: segments need not be fewer where there are fewer
     bytes.
     """
-    from gradfit.profiling import measure
+    from gradfit.profiling import sampled_sizes
 
-    monkeypatch.setattr(measure, "_LONG_SECONDS", enough_seconds)
-    monkeypatch.setattr(measure, "_PLENTY_SECONDS", enough_seconds)
+    monkeypatch.setattr(sampled_sizes, "_LONG_SECONDS", enough_seconds)
+    monkeypatch.setattr(sampled_sizes, "_PLENTY_SECONDS", enough_seconds)
     case = Case("lstm", "foreach")
     clean_up()
     expected = case.trained_by_hand()

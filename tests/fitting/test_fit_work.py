@@ -14,7 +14,7 @@ from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting import known_plans, progress, race, token_tiles
 from gradfit.planning.microbatch import MicrobatchSearch
-from gradfit.profiling import measure
+from gradfit.profiling import measure, sampled_sizes, traced_seconds
 from gradfit.profiling.profile import Profile
 
 ROWS = 64
@@ -39,8 +39,8 @@ def fitted(memory: Any = "64 MiB", loss_fn: Any = square, **options: Any) -> gf.
 @pytest.fixture
 def long_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every pass took so long that once is enough."""
-    monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(traced_seconds, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(sampled_sizes, "_LONG_SECONDS", 0.0)
     monkeypatch.setattr(race, "_ALONE_SECONDS", 0.0)
     monkeypatch.setattr(measure, "additivity_within", lambda *_: EXACT)
 

@@ -19,7 +19,7 @@ from torch import nn
 import gradfit as gf
 from gradfit import tree
 from gradfit.planning.simulate import Simulator
-from gradfit.profiling import measure
+from gradfit.profiling import sampled_sizes, traced_seconds
 from gradfit.profiling.profile import Linear
 from gradfit.profiling.trace import Trace
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
@@ -59,8 +59,8 @@ def test_a_profile_watches_as_much_per_operation_however_many_there_are(
     watched: list[int], memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as if every pass took long: how often and at how many sizes is then not the clock's choice
-    monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(traced_seconds, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(sampled_sizes, "_LONG_SECONDS", 0.0)
     per_operation = []
     for rounds in (600, 1200):
         watched[0] = 0
@@ -224,8 +224,8 @@ def test_a_profile_cuts_each_tensor_of_a_batch_a_few_times(monkeypatch: pytest.M
 
 def test_each_run_has_the_same_views_in_containers_of_its_own() -> None:
     model, batch = _tensors(2)
-    step = measure.MeasuredStep(model, _first, batch, None, None)
-    sampler = measure._Sampler(step, 8, float("inf"), gf.meter)
+    step = sampled_sizes.MeasuredStep(model, _first, batch, None, None)
+    sampler = sampled_sizes.SizeSampler(step, 8, float("inf"), gf.meter)
     first = sampler.part(4)
     taken = first.pop("x")
     assert sampler.part(4)["x"] is taken

@@ -13,9 +13,10 @@ from torch import nn
 import gradfit as gf
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
-from gradfit.profiling.measure import MeasuredStep, _Sampler, additivity_within
+from gradfit.profiling.measure import additivity_within
 from gradfit.profiling.meter import meter
 from gradfit.profiling.room_for_rows import RoomForRows, WatchedPasses
+from gradfit.profiling.sampled_sizes import MeasuredStep, SizeSampler
 from gradfit.profiling.trace import Trace
 from gradfit.tree import split_batch
 
@@ -94,7 +95,7 @@ def shared(
 def watched(model: nn.Module, loss_fn: Any, part: Any) -> Trace:
     """The same passes by themselves."""
     with untouched(model):
-        sampler = _Sampler(MeasuredStep(model, loss_fn, part, None, None), 2, 6 << 20, meter)
+        sampler = SizeSampler(MeasuredStep(model, loss_fn, part, None, None), 2, 6 << 20, meter)
         return sampler.watch(part)
 
 
@@ -177,9 +178,9 @@ def test_a_hook_that_clamps_is_found_all_the_same() -> None:
 
 
 def test_fit_runs_no_rows_for_the_profile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfit.profiling import measure
+    from gradfit.profiling import traced_seconds
 
-    monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(traced_seconds, "_ENOUGH_SECONDS", 0.0)
     model, seen = Words(), []
 
     def noted(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from gradfit.machine import available_bytes, environment
 from gradfit.planning.api import frontier
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import profile
+from gradfit.profiling.make_profile import profile
 from gradfit.profiling.profile import Profile
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain
 from gradfit.report.page import write_page

@@ -20,7 +20,7 @@ from gradfit.machines import find_machine
 from gradfit.planning.api import plain_plan, plan, updates_within
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, Simulation, simulate
-from gradfit.profiling.measure import profile as make_profile
+from gradfit.profiling.make_profile import profile as make_profile
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.step_graph import Graph
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds

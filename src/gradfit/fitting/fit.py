@@ -13,6 +13,7 @@ from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.accumulate.marks import claim, disown
 from gradfit.arguments import (
     check_arguments,
+    check_model,
     check_optimizer,
     read_callable,
     read_count,
@@ -36,7 +37,6 @@ from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
 from gradfit.planning.named_choices import Named, read_named
-from gradfit.profiling.measure import check_model
 from gradfit.profiling.profile import Profile
 
 

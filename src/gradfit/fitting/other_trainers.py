@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradfit.arguments import read_count
+from gradfit.arguments import check_model, read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.model_tree import ModelTree
@@ -25,7 +25,6 @@ from gradfit.fitting.recovery import Recovery
 from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import check_model
 from gradfit.units import parse_bytes
 
 

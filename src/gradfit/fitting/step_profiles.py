@@ -17,8 +17,9 @@ from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
 from gradfit.fitting.trial import meter_below, refusing
 from gradfit.fitting.update_bursts import with_update_bursts
 from gradfit.planning.named_choices import fix_by_name, fix_known_names
-from gradfit.profiling.measure import MeasuredStep, MeasuringLimits, measure_sizes
+from gradfit.profiling.measure import measure_sizes
 from gradfit.profiling.profile import Profile
+from gradfit.profiling.sampled_sizes import MeasuredStep, MeasuringLimits
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles

@@ -32,10 +32,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
 from gradfit._torch_listen import eager_functions
+from gradfit.arguments import check_model
 from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators
 from gradfit.profiling.assemble import Sample, assemble, same_structure
-from gradfit.profiling.measure import check_model
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine

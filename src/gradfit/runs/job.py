@@ -11,6 +11,7 @@ import torch
 from gradfit.accumulate.accumulator_options import check as check_options
 from gradfit.arguments import (
     check_arguments,
+    check_model,
     invalid,
     read_count,
     read_flag,
@@ -18,7 +19,6 @@ from gradfit.arguments import (
     read_mapping,
 )
 from gradfit.errors import MisuseError
-from gradfit.profiling.measure import check_model
 
 
 @dataclass
