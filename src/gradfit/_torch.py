@@ -126,6 +126,37 @@ def nodes_behind(loss: torch.Tensor) -> list[Any]:
     return sorted(seen, key=lambda node: -int(node._sequence_nr()))
 
 
+def made_at(roots: Iterable[object]) -> int:
+    """When the last of these tensors was made, among all of its thread; -1 for leaves."""
+    return max((int(node._sequence_nr()) for node in _nodes_of(roots)), default=-1)
+
+
+_MOST_LOOKED_AT = 2000  # nodes; long chains that Python has seen overflow the stack when freed
+
+
+def comes_to_node_until(time: int, roots: Iterable[object]) -> bool:
+    """Whether the graph of one of these tensors has a node that was made at that time or before;
+    parameters are of no time. Goes down to the bottom first, and not through all of a large graph.
+    """
+    left = _nodes_of(roots)
+    seen: set[Node] = set()
+    while left and len(seen) < _MOST_LOOKED_AT:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if int(node._sequence_nr()) <= time:
+            return True
+        left += [one for one, _ in node.next_functions if one is not None]
+    return False
+
+
+def _nodes_of(roots: Iterable[object]) -> list[Any]:
+    """What has made tensors; a `GradientEdge` names its node."""
+    nodes = (getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in roots)
+    return [node for node in nodes if node is not None]
+
+
 def let_go_of_graph(nodes: list[Any]) -> None:
     """Free autograd's nodes one after the other, those that ran first in backward first; nobody
     else may hold the loss any more. Empties the list.

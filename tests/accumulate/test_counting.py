@@ -82,6 +82,45 @@ def test_keeping_every_graph_does_not_stop_the_count() -> None:
     assert ready == [False, False, True]
 
 
+@pytest.mark.parametrize("option", ["retain_graph", "create_graph"])
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_kept_graphs_of_several_forwards_are_several_micro_batches(option: str) -> None:
+    """Also where nobody asks between the passes, as in a closure."""
+    a, _ = two()
+    acc = watching(a, steps=4)
+    for x in (1.0, 2.0, 3.0, 6.0):
+        (a * x).sum().backward(**{option: True})
+    assert acc.is_ready
+    assert a.grad.tolist() == [3.0] * 3
+
+
+def test_three_losses_of_one_forward_are_one_micro_batch() -> None:
+    """Also those that are made when the first was differentiated already."""
+    a, _ = two()
+    acc = watching(a, steps=1)
+    h = a * 2
+    h.sum().backward(retain_graph=True)
+    (h * 2).tanh().sum().backward(retain_graph=True)
+    (h * 3).sum().backward()
+    assert acc.current_step == 1
+
+
+def test_a_long_chain_that_is_kept() -> None:
+    """Nodes that Python has seen are freed inside of each other: thirty thousand of them end the
+    process.
+    """
+    a, _ = two()
+    acc = watching(a, steps=2)
+    for _ in range(2):
+        h = a
+        for _ in range(40_000):
+            h = h * 1.0
+        h.sum().backward(retain_graph=True)
+    del h
+    assert acc.is_ready
+    assert a.grad.tolist() == [1.0] * 3
+
+
 def test_step_makes_all_passes_before_it_one_micro_batch() -> None:
     a, b = two()
     optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 2.0}], lr=1.0)

@@ -165,8 +165,10 @@ def test_a_kept_graph_without_step_is_one_micro_batch_with_the_next_loss() -> No
     loop.bring(0.0, 0.0, 0.0, 0.0)
     loop.loss(1.0).backward()
     loop.loss(2.0).backward()
-    loop.loss(1.0).backward(retain_graph=True)
-    loop.loss(2.0).backward()  # shares the micro-batch of the one before
+    both = loop.loss(1.0)
+    first, second = both * 1.0, both * 2.0
+    first.backward(retain_graph=True)
+    second.backward()  # shares the micro-batch of the one before
     assert not loop.acc.is_full
     loop.bring(6.0)
     assert loop.a.tolist() == [-3.0, -3.0]

@@ -6,8 +6,9 @@ touches.
    leaves the window as it was.
 2. A pass inside another pass (reentrant checkpointing) belongs to the outer one.
 3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass of
-   the same thread, if that starts from another tensor: two losses of one forward are one
-   micro-batch, one loss differentiated twice is two.
+   the same thread, if that starts from another tensor and comes to a node that was there when the
+   first one's loss was made: two losses of one forward are one micro-batch; one loss differentiated
+   twice is two, and so are two forwards.
 4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's; that
    they have reached another's tensors is remembered there.
 5. A pass that has begun and not ended, though its thread is in no backward pass, has died half-way.
@@ -135,8 +136,8 @@ class PlainBackwards(NoPlainBackwards):
         # graph task → factor, for every pass there is, ours or not
         self._factors: dict[int, float] = {}
         self._lock = threading.Lock()
-        # rule 3: thread → where its last pass started
-        self._retained: dict[int, weakref.ref[object] | None] = {}
+        # rule 3: thread → where its last pass started, and when that was made
+        self._retained: dict[int, tuple[weakref.ref[object], int]] = {}
         # rule 2: thread → an outer pass that was counted
         self._nested: dict[int, weakref.ref[object] | None] = {}
         self.reached_by_others: set[int] = set()
@@ -251,13 +252,18 @@ class PlainBackwards(NoPlainBackwards):
             return self._follow(task, 1.0)
         retains = running.retains_graph
         self._nested[one.thread] = _reference(one.root) if nested else None
-        self._retained[one.thread] = _reference(one.root) if retains else None
+        self._retained.pop(one.thread, None)
+        root = _reference(one.root)
+        if retains and root is not None:
+            self._retained[one.thread] = root, _torch.made_at(one.roots)
         return self._follow(task, factor, complete=not (nested or retains))
 
     def _joins_last(self, one: PlainPass) -> bool:
         """Whether a pass shares its micro-batch with the one before it in its thread (rule 3)."""
-        retained = self._retained.get(one.thread)
-        return retained is not None and (one.root is None or retained() is not one.root)
+        if one.thread not in self._retained:
+            return False
+        root, made = self._retained[one.thread]
+        return root() is not one.root and _torch.comes_to_node_until(made, one.roots)
 
     def _admit(self, window: Counts, task: int, one: PlainPass) -> float | None:
         """Ask the window; the pass counts as running from here on, unless it is refused."""
