@@ -1006,6 +1006,68 @@ def test_both_accumulators_count_plain_passes() -> None:
     assert (v.item(), w.item()) == (-2.0, -4.0)
 
 
+class Adversaries:
+    """A generator `v` and a discriminator `w`, through which its losses go, by two accumulators."""
+
+    def __init__(self, *, asks: bool) -> None:
+        self.v, self.maker, self.w, self.judge = halves()
+        self.asks = asks
+
+    def end(self, acc: gf.GradientAccumulator) -> None:
+        if self.asks:
+            if acc.is_ready:
+                acc.optimizer.step()
+                acc.optimizer.zero_grad()
+        else:
+            acc.step()
+
+    def train_maker(self) -> None:
+        for x in (10.0, 30.0):
+            (loss(self.v, x) + loss(self.w, 100 * x)).backward()
+            self.end(self.maker)
+
+    def train_judge(self, *, own: bool) -> None:
+        for x in (1.0, 3.0):
+            one = loss(self.w, x)
+            self.judge.backward(one) if own else one.backward()
+            self.end(self.judge)
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["step", "is_ready"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("maker_first", [False, True])
+def test_a_generators_passes_are_no_micro_batches_of_its_discriminator(
+    asks: bool, own: bool, maker_first: bool
+) -> None:
+    gan = Adversaries(asks=asks)
+    if not maker_first:
+        gan.train_judge(own=own)
+    gan.train_maker()
+    before = gan.w.item()
+    with pytest.raises(
+        gf.MisuseError, match=r"another accumulator has ended.*Call reset\(\) before"
+    ):
+        gan.train_judge(own=own)
+    assert gan.w.item() == before
+    for _ in range(2):
+        gan.judge.reset()
+        gan.train_judge(own=own)
+        gan.train_maker()
+    assert (gan.v.item(), gan.w.item()) == (-60.0, before - 4.0)
+
+
+def test_accumulators_of_other_lengths_may_share_all_passes() -> None:
+    """Also where only the shorter one calls `step()` after each of them."""
+    v, w = weight(), weight()
+    short = gf.GradientAccumulator(sgd(v), steps=2)
+    long = gf.GradientAccumulator(sgd(w), steps=4)
+    for x in (1.0, 3.0, 5.0, 7.0):
+        (loss(v, x) + loss(w, x)).backward()
+        short.step()
+    assert long.step()
+    assert (v.item(), w.item()) == (-8.0, -4.0)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("isolate", [False, True])
 def test_an_optimizer_that_steps_in_a_hook_is_refused(plain: bool, isolate: bool) -> None:

@@ -25,6 +25,7 @@ def add(
 ) -> None:
     """A micro-batch of that weight is in the gradients now; of this thread, or of another one."""
     state, one = window.state, _open(window, thread)
+    look_for_other_ends(window, one, threading.get_ident() if thread is None else thread)
     if not (state.terms and one.take_losses({""})):
         one.passes += 1
     state.main.weight += weight
@@ -41,6 +42,32 @@ def add_terms(window: Window, weight: Number, names: set[str]) -> None:
         one.passes += 1
     window.state.had_pass = True
     window.strategy.observe(weight)
+
+
+_ENDED: dict[int, int] = {}
+"""By thread, the last plain pass of the micro-batch that any window has ended last."""
+
+
+def note_end(one: OpenMicroBatch, thread: int) -> None:
+    """A window has ended a micro-batch, which may be another window's, too."""
+    if one.last_plain != -1:
+        _ENDED[thread] = one.last_plain
+
+
+def look_for_other_ends(window: Window, one: OpenMicroBatch, thread: int) -> None:
+    """Before a pass: those that this window has not ended may be of another window's micro-batch,
+    which that one has ended. A generator's losses reach the discriminator.
+
+    Where nobody calls `step()`, passes wait in a window until it is full.
+    """
+    is_ended = one.last_plain != -1 and _ENDED.get(thread) == one.last_plain
+    if is_ended and (window.step_ends_micro_batch or window.is_full):
+        window.break_off(
+            "The window holds backward passes of micro-batches that another accumulator has ended,"
+            " and this one has not: of another model's loss, perhaps, as a GAN's generator trains"
+            " through the discriminator. Call reset() before the first pass of this one's own"
+            " losses, or step() after every pass."
+        )
 
 
 def skip(window: Window) -> None:
@@ -102,6 +129,7 @@ def end_settled_micro_batch(window: Window) -> bool | None:
     if settled is None or not window.step_ends_micro_batch or one is None or one.passes != 1:
         return None
     taken = state.micro_batches + 1
+    note_end(one, thread)
     full = window.strategy.is_complete(taken, state.main.weight)
     if full and not settled.is_as_left():
         return None
@@ -113,6 +141,7 @@ def end_settled_micro_batch(window: Window) -> bool | None:
 def _close(window: Window, thread: int) -> None:
     state = window.state
     one = state.open[thread]
+    note_end(one, thread)
     if not window.step_ends_micro_batch:
         window.step_ends_micro_batch = one.is_of_parts or not window.is_full
     if one.passes > 1 and window.step_ends_micro_batch:
@@ -128,7 +157,9 @@ def close_all(window: Window) -> None:
         if window.step_ends_micro_batch:
             _close(window, thread)
         else:
-            window.state.micro_batches += window.state.open.pop(thread).passes
+            one = window.state.open.pop(thread)
+            note_end(one, thread)
+            window.state.micro_batches += one.passes
 
 
 # -- put in by hand -------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ def _book_plain(window: Window, one: PlainPass) -> None:
         add(window, 1, thread=one.thread)
         present = window.state.open[one.thread]
         present.plain += 1
+        present.last_plain = one.task
         present.reached.add(one.first)
     except BaseException:  # an interrupt: it may be counted, and will add nothing
         window.break_off("A backward pass was interrupted half-way, when it was being counted.")

@@ -50,6 +50,8 @@ class PlainPass(NamedTuple):
     """It belongs to the same micro-batch as the pass before it (rule 3)."""
     roots: tuple[object, ...]
     """What is differentiated; () if that cannot be told."""
+    task: int
+    """Its number, as autograd counts passes."""
 
     @property
     def root(self) -> object | None:
@@ -232,7 +234,7 @@ class PlainBackwards(NoPlainBackwards):
                 return False
             # from here on, an interrupt leaves a pass that has died (rule 5)
             self.passes[task] = thread
-            usual.book(window, first)
+            usual.book(window, first, task)
             self._factors[task] = 1.0
             _torch.after_backward(functools.partial(_end_pass, self._reference, task, True, usual))
         return True
@@ -241,7 +243,8 @@ class PlainBackwards(NoPlainBackwards):
         self, window: Counts, task: int, first: int, running: _torch.RunningBackward
     ) -> float:
         """A pass that no window has started."""
-        one, nested = PlainPass(running.thread, first, False, running.roots), running.nested
+        one = PlainPass(running.thread, first, False, running.roots, task)
+        nested = running.nested
         if not nested:
             self._end_dead(window, one.thread)
         if self._is_part(one, nested):

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from gradfit import _torch
+from gradfit.accumulate.counted_micro_batches import look_for_other_ends
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SINGLE_PROCESS
@@ -82,16 +83,19 @@ class UsualPlainPass(ShortWay):
         self._written = window.written
         return True
 
-    def book(self, window: Any, first: int) -> None:
-        """Count a pass that was admitted; `first` is the identity of the first tensor it
-        reaches.
+    def book(self, window: Any, first: int, task: int) -> None:
+        """Count a pass that was admitted, and has that number; `first` is the identity of the first
+        tensor it reaches.
         """
         state, thread = self._state, self._thread
         one = state.open.get(thread)
         if one is None:
             one = state.open[thread] = OpenMicroBatch()
+        else:
+            look_for_other_ends(window, one, thread)
         one.passes += 1
         one.plain += 1
+        one.last_plain = task
         one.reached.add(first)
         state.main.weight += 1
         if self._observe is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradfit.accumulate.counted_micro_batches import note_end
 from gradfit.accumulate.processes import AllParts, present_in
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.window_marks import require_untouched, take_marks_of_tensors
@@ -25,6 +26,9 @@ def finalise(window: Window, *, asked: bool = True) -> None:
     if state.phase is Phase.FILLING and asked:
         require_untouched(window)
     window.settled = None
+    if asked:
+        for thread, one in state.open.items():
+            note_end(one, thread)
     if state.phase is not Phase.FINAL:
         factor = combine(window)
         window.in_doubt = True

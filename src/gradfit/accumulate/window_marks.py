@@ -68,7 +68,8 @@ def _fault_of(touch: Touch, steps: str) -> str:
         return (
             f"The gradients were cleared in the middle of a window ({steps}): what was"
             " accumulated is gone. Call optimizer.zero_grad() only after a step;"
-            " `acc.backward(loss); acc.step()` needs none at all."
+            " `acc.backward(loss); acc.step()` needs none at all. What other losses have left, as"
+            " a GAN's generator does, is dropped by reset()."
         )
     if touch is Touch.CHANGED:
         return (

@@ -85,6 +85,8 @@ class OpenMicroBatch:
     """The first tensor of each plain pass."""
     losses: set[str] = field(default_factory=set)
     """The loss terms among them; "" is the main loss."""
+    last_plain: int = -1
+    """The last plain pass, as autograd numbers them."""
 
     @property
     def is_of_parts(self) -> bool:
