@@ -1006,6 +1006,35 @@ def test_both_accumulators_count_plain_passes() -> None:
     assert (v.item(), w.item()) == (-2.0, -4.0)
 
 
+@pytest.mark.parametrize("how", ["backward", "plain", "GradAccumulator", "by hand"])
+def test_an_optimizer_of_more_parameters_with_gradients_is_refused(how: str) -> None:
+    v, w = weight(), weight()
+    optimizer = sgd(v, w)
+    acc: Any = (
+        gf.GradAccumulator(optimizer, [v], 2)
+        if how == "GradAccumulator"
+        else gf.GradientAccumulator(optimizer, 2, parameters=[v])
+    )
+
+    def window() -> None:
+        for x in (1.0, 3.0):
+            one = loss(v, x) + loss(w, x)
+            acc.backward(one) if how == "backward" else one.backward()
+            if how != "by hand":
+                acc.step()
+            elif acc.is_ready:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(gf.MisuseError, match=r"1 of the optimizer's 2.*requires_grad_\(False\)"):
+        window()
+    assert (v.item(), w.item()) == (0.0, 0.0)
+    acc.reset()
+    w.requires_grad_(False)
+    window()
+    assert (v.item(), w.item()) == (-2.0, 0.0)
+
+
 class Adversaries:
     """A generator `v` and a discriminator `w`, through which its losses go, by two accumulators."""
 

@@ -32,7 +32,7 @@ from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_begin import leave_gradients
 from gradfit.accumulate.window_end import combine, finalise, meet
 from gradfit.accumulate.window_marks import take_marks_of_tensors
-from gradfit.accumulate.window_members import follow_optimizer
+from gradfit.accumulate.window_members import follow_optimizer, look_for_others
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError, NonFiniteGradient
 
@@ -81,6 +81,7 @@ class Update:
         if not window.enabled:
             return self._finish_plain(scaler)
         close_all(window)
+        look_for_others(window)
         whole = meet(
             window,
             flushing=flushing,

@@ -11,6 +11,7 @@ from gradfit.accumulate.counted_micro_batches import note_end
 from gradfit.accumulate.processes import AllParts, present_in
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.window_marks import require_untouched, take_marks_of_tensors
+from gradfit.accumulate.window_members import look_for_others
 from gradfit.accumulate.window_state import Phase, WindowState
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def finalise(window: Window, *, asked: bool = True) -> None:
     state = window.state
     if state.phase is Phase.FILLING and asked:
         require_untouched(window)
+        look_for_others(window)
     window.settled = None
     if asked:
         for thread, one in state.open.items():

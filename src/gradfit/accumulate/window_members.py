@@ -84,6 +84,23 @@ def follow_optimizer(window: Window) -> list[Tensor]:
     return _exchange_members(window, now)
 
 
+def look_for_others(window: Window) -> None:
+    """Before the optimizer steps: it must not have gradients of parameters that are not the
+    window's, which nobody has weighed. Those of a single micro-batch are what they are.
+    """
+    if window.bare or window.follows_optimizer or window.optimizer is None:
+        return
+    all_of_it = parameters_of(window.optimizer) or []
+    others = [one for one in all_of_it if one.grad is not None and id(one) not in window.ids]
+    if others and window.accumulation_steps > 1:
+        window.break_off(
+            f"{len(others)} of the optimizer's {len(all_of_it)} parameters have gradients and are"
+            f" not among the {len(window.tensors)} of this accumulator: it would update them with"
+            " what nobody has counted or divided. Leave `parameters` out, which takes all of the"
+            " optimizer's, or freeze the others by requires_grad_(False)."
+        )
+
+
 def _are_same(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
