@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from gradfit.errors import InvalidParameter, MisuseError
 
@@ -268,6 +269,7 @@ def check_arguments(
     """
     read_instance(model, "model", torch.nn.Module, "the torch.nn.Module to train")
     _check_depth(model)
+    _check_initialised(model)
     read_callable(
         loss_fn, "loss_fn", "a function loss_fn(model, batch) that returns the loss", arguments=2
     )
@@ -283,6 +285,16 @@ def check_arguments(
     return loss_fn  # type: ignore[no-any-return]
 
 
+def _check_initialised(model: torch.nn.Module) -> None:
+    """A lazy module has parameters without a shape until it is first called."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise MisuseError(
+                f"The parameter {name!r} has no shape yet: a lazy module gets it in its first call."
+                " Call the model on a batch before, and make the optimizer after that."
+            )
+
+
 def _check_depth(model: torch.nn.Module) -> None:
     """torch walks modules inside modules by recursion, whatever is asked of them."""
     try:
@@ -296,8 +308,15 @@ def _check_depth(model: torch.nn.Module) -> None:
         ) from None
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Refuse a model that cannot be trained as it stands."""
+def check_model(model: torch.nn.Module, *, fake: bool = False) -> None:
+    """Refuse a model that cannot be trained as it stands; a `fake` one has no content."""
+    absent = [name for name, one in model.named_parameters() if one.is_meta and not fake]
+    if absent:
+        raise MisuseError(
+            f"{len(absent)} of the model's parameters are on the meta device, without content"
+            f" ({absent[0]!r} is the first). Call model.to_empty(device=…) and initialise them;"
+            " gf.profile(..., fake=True) and gf.estimate need no content."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MisuseError(
             "No parameter of the model requires a gradient. Call model.requires_grad_() on what to"

@@ -576,3 +576,16 @@ def test_a_meter_of_a_device_that_is_not_here() -> None:
     if not torch.accelerator.is_available():
         with pytest.raises(gf.MisuseError, match="which has the CPU alone"):
             gf.meter(device="cuda")
+
+
+def test_models_without_content_are_refused() -> None:
+    batch, optimizer = torch.ones(4, 6), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    lazy = nn.Sequential(nn.LazyLinear(5))
+    with pytest.raises(gf.MisuseError, match=r"'0\.weight' has no shape yet.*Call the model"):
+        gf.fit(lazy, optimizer, lambda m, x: m(x).mean(), batch, memory=None)
+    with torch.device("meta"):
+        absent = nn.Linear(6, 5)
+    with pytest.raises(gf.MisuseError, match=r"2 of the model's parameters.*to_empty"):
+        gf.fit(absent, optimizer, lambda m, x: m(x).mean(), batch, memory=None)
+    with pytest.raises(gf.MisuseError, match="fake=True"):
+        gf.profile(absent, lambda m, x: m(x).mean(), batch)

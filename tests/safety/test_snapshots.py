@@ -380,3 +380,43 @@ def test_the_gradient_of_a_tied_parameter_is_added_once() -> None:
     weight.grad = torch.ones_like(weight)
     before.add_gradients()
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(3, 6))])
+def test_models_of_torchscript(make: Callable[[nn.Module], Any]) -> None:
+    """Their tables of buffers are no dicts, and those of a traced model are another module's."""
+    batch = torch.randn(12, 6)
+    ends = []
+    for fitted in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        plain.register_buffer("scale", torch.ones(3))
+        model = make(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(batch).square().mean()
+            return loss
+
+        if fitted:
+            step = gf.fit(model, optimizer, loss_fn, batch, memory=None, micro_batch=4)
+            assert step(batch).micro_batches == 3
+        else:
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        ends.append(model.state_dict())
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor)
+
+
+def test_buffers_of_torchscript_are_put_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with untouched(model):
+        model(BATCH)
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])

@@ -116,7 +116,8 @@ def _hooks_in(attributes: dict[str, Any]) -> dict[str, set[int]]:
 
 
 def _remove_new(now: MutableMapping[Any, Any], before: Container[Any]) -> None:
-    for key in [key for key in now if key not in before]:
+    there = [key for key, _ in now.items()]  # TorchScript's tables can be walked in no other way
+    for key in [key for key in there if key not in before]:
         del now[key]
 
 
@@ -159,11 +160,12 @@ def _hooks_by_position(attributes: list[dict[str, Any]]) -> dict[int, dict[str, 
     }
 
 
-def _buffers_by_position(attributes: list[dict[str, Any]]) -> dict[int, dict[str, _Buffer]]:
+def _buffers_by_position(modules: list[torch.nn.Module]) -> dict[int, dict[str, _Buffer]]:
+    # not by `vars`: those of a traced module are of another one, which it stands for
     return {
-        position: {name: _Buffer(buffer) for name, buffer in here["_buffers"].items()}
-        for position, here in enumerate(attributes)
-        if here["_buffers"]
+        position: {name: _Buffer(buffer) for name, buffer in module._buffers.items()}
+        for position, module in enumerate(modules)
+        if module._buffers
     }
 
 
@@ -194,7 +196,7 @@ class Snapshot:
         self._attributes: list[dict[str, Any]] = [*map(dict.copy, map(vars, tree.modules))]
         # of the modules that have any, by position: most have none
         self._hooks = _hooks_by_position(self._attributes)
-        self._buffers = _buffers_by_position(self._attributes)
+        self._buffers = _buffers_by_position(tree.modules)
         self.tensors: list[torch.Tensor] = joined(tree.parameters, [*tensors])
         """The model's parameters, and the other `tensors`, each once."""
         self._gradients = [*map(gradient_of, self.tensors)]

@@ -81,7 +81,7 @@ def predict(
     (True, 10000400004)
     """
     rows = count_rows(sample_batch, split, "sample_batch", fake=True)
-    check_model(model)
+    check_model(model, fake=True)
     device = _device_of(model)
     if hardware is None:
         hardware = this_machine(device, next(model.parameters()).dtype)
