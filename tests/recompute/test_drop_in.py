@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -344,3 +346,60 @@ def test_chunks_along_tokens_are_the_whole() -> None:
         gf.InvalidParameter, match=r"dim=2 is no dimension of a tensor of shape \(2, 5\)"
     ):
         gf.chunked(torch.exp, torch.ones(2, 5), 2, dim=2)
+
+
+class _SavesItsSecond(torch.autograd.Function):
+    given_back: torch.Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (_SavesItsSecond.given_back,) = ctx.saved_tensors
+        return gradient, None
+
+
+class _OfSomebody(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["tensor", "view", "whole numbers", "frozen", "subclass"])
+def test_what_a_function_saves_of_its_inputs_comes_back_as_itself(kind: str) -> None:
+    saved = {
+        "tensor": torch.ones(3),
+        "view": torch.ones(5)[1:4],
+        "whole numbers": torch.arange(3),
+        "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+        "subclass": torch.ones(3).as_subclass(_OfSomebody),
+    }[kind]
+    x = torch.ones(3, requires_grad=True)
+    gf.checkpoint(_SavesItsSecond.apply, x, saved).sum().backward()
+    assert _SavesItsSecond.given_back is saved
+
+
+def test_what_was_saved_comes_back_also_if_its_tensor_has_moved_or_died() -> None:
+    x, moved = torch.ones(3, requires_grad=True), torch.arange(3.0)
+    y = gf.checkpoint(_SavesItsSecond.apply, x, moved)
+    moved.data = torch.zeros(3)
+    y.sum().backward()
+    assert torch.equal(_SavesItsSecond.given_back, torch.arange(3.0))
+    y = gf.checkpoint(_SavesItsSecond.apply, x, torch.arange(3.0))
+    y.sum().backward()
+    assert torch.equal(_SavesItsSecond.given_back, torch.arange(3.0))
+
+
+def test_what_a_function_has_saved_is_not_held_by_itself() -> None:
+    """Written to with its own result, it has a graph that holds what was saved."""
+    x, state = torch.ones(3, requires_grad=True), torch.ones(3)
+    with gf.CheckpointScope("step"):
+        y = x * state
+    node = y.grad_fn
+    node.metadata["watched"] = watched = torch.nn.Identity()
+    died = weakref.ref(watched)
+    state.copy_(y)
+    del y, state, node, watched
+    gc.collect()
+    assert died() is None

@@ -1199,7 +1199,23 @@ Ref pack_root(PyObject* saved_tensors, PyObject* table, PyObject* object, const 
     return call_method(saved_tensors, known.pack_root, object);
   }
   Ref alias = call(known.detached, object);
-  return owned(PyTuple_Pack(2, alias.get(), version.get()));
+  Ref itself = tensor.requires_grad() ? Ref::borrow(Py_None) : weak(object);
+  return owned(PyTuple_Pack(3, alias.get(), version.get(), itself.get()));
+}
+
+// `_itself` in saved_tensors.py: of a kept tensor with its version, and what was saved.
+Ref unpack_itself(PyObject* packed) {
+  PyObject* alias = PyTuple_GET_ITEM(packed, 0);
+  if (PyTuple_GET_SIZE(packed) < 3 || PyTuple_GET_ITEM(packed, 2) == Py_None) {
+    return Ref::borrow(alias);
+  }
+  Ref saved = alive(PyTuple_GET_ITEM(packed, 2));
+  if (!THPVariable_Check(saved.get())) return Ref::borrow(alias);
+  const at::Tensor &a = tensor_in(saved.get()), &b = tensor_in(alias);
+  const bool has_moved = a.requires_grad() || !is_plain(a) || !a.storage().is_alias_of(b.storage()) ||
+      a.sizes() != b.sizes() || a.strides() != b.strides() ||
+      a.storage_offset() != b.storage_offset() || a.scalar_type() != b.scalar_type();
+  return has_moved ? Ref::borrow(alias) : std::move(saved);
 }
 
 // `SavedTensors.pack`.
@@ -1428,7 +1444,7 @@ PyObject* unpack(PyObject*, PyObject* packed) {
       PyObject* version = PyTuple_GET_ITEM(packed, 1);
       if (THPVariable_Check(tensor) && PyLong_CheckExact(version) && is_plain(tensor_in(tensor)) &&
           number_in(version) == version_of(tensor_in(tensor))) {
-        return Ref::borrow(tensor);
+        return unpack_itself(packed);
       }
     }
     return call(known.unpack, packed);

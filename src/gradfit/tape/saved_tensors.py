@@ -37,6 +37,7 @@ from gradfit.tape.values import (
     References,
     Tape,
     TapeValue,
+    geometry_of,
     new_handle,
     shaped,
 )
@@ -252,12 +253,15 @@ class SavedTensors:
             version = tensor._version
         except RuntimeError:  # made under inference mode
             version = UNCOUNTED
+        # Not the tensor itself: it may get a graph, by a write, that holds this.
+        alias = make_alias(_Tensor, tensor)
+        itself = None if tensor.requires_grad else _reference_to(tensor)
         if self._table.segment.scope is None:
-            return (make_alias(_Tensor, tensor), version)
+            return (alias, version, itself)
         key = storage_key(tensor)
         if key not in self._counted:
             self._count_kept(tensor)
-        return (make_alias(_Tensor, tensor), version, source_place(2))
+        return (alias, version, itself, source_place(2))
 
     def _handle(
         self,
@@ -362,17 +366,33 @@ def unpack(packed: Any) -> torch.Tensor:
         version = packed[1]
         if version is not None and version >= 0 and tensor._version != version:
             raise _written_since(*packed)
+        if len(packed) > 2 and packed[2] is not None:
+            return _itself(packed[2](), tensor)
         return tensor
     return _unpack_subclass(packed)
+
+
+def _itself(saved: torch.Tensor | None, alias: torch.Tensor) -> torch.Tensor:
+    """The very tensor that was saved, as plain autograd gives it back, if it lives and still lies
+    where it lay: `.data =` may have moved it.
+    """
+    if (
+        saved is None
+        or saved.requires_grad
+        or storage_key(saved) != storage_key(alias)
+        or geometry_of(saved) != geometry_of(alias)
+    ):
+        return alias
+    return saved
 
 
 def _unpack_subclass(packed: OfSubclass) -> torch.Tensor:
     alias = as_class(unpack(packed.content), packed.kind)
     vars(alias).update(packed.attributes)
-    return alias
+    return _itself(packed.itself(), alias)
 
 
 def _written_since(
-    tensor: torch.Tensor, version: int, used_at: Place | None = None
+    tensor: torch.Tensor, version: int, itself: Any = None, used_at: Place | None = None
 ) -> ActivationOverwritten:
     return overwritten(tensor, tensor._version, version, used_at=used_at)

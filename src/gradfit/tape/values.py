@@ -398,9 +398,10 @@ def new_handle(tape: Tape, value: TapeValue, geometry: Geometry | None) -> Handl
 class OfSubclass:
     """What autograd keeps in the place of a tensor of another class than torch's own."""
 
-    __slots__ = ("attributes", "content", "kind")
+    __slots__ = ("attributes", "content", "itself", "kind")
 
     def __init__(self, content: Any, like: torch.Tensor) -> None:
         self.content = content  # a handle, or a kept tensor with its version
+        self.itself = weakref.ref(like)
         self.kind = type(like)
         self.attributes = dict(vars(like))
