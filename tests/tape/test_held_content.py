@@ -317,7 +317,16 @@ def buffer_input() -> tuple[torch.Tensor, Callable[[], None]]:
     )
 
 
-INPUTS = {"numpy": numpy_input, "inference": inference_input, "buffer": buffer_input}
+def shared_input() -> tuple[torch.Tensor, Callable[[], None]]:
+    """As a loader's or an actor's process fills it: torch has allocated it, but not for one."""
+    tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).share_memory_()
+    return tensor, lambda: tensor.detach().numpy().fill(5)
+
+
+INPUTS = {
+    "numpy": numpy_input, "inference": inference_input, "buffer": buffer_input,
+    "shared": shared_input,
+}  # fmt: skip
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda t: t, "slice": lambda t: t[1:3, 2:], "transposed": lambda t: t.t(),
     "expanded": lambda t: t[:1].expand(5, 6), "empty": lambda t: t[:0],

@@ -11,6 +11,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/MapAllocator.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -466,7 +467,9 @@ Ref root_of(PyObject* session, PyObject* key) {
 // Of `StorageTable.refer`: makes a root of a tensor that the tape has not seen. nullptr: Python has
 // to say what it is.
 Ref Recording::hold(PyObject* argument, const at::Tensor& tensor, PyObject* key) {
-  if (!tensor.storage().resizable()) return Ref();  // somebody else may have its memory
+  if (!tensor.storage().resizable() || at::MapAllocator::fromDataPtr(tensor.storage().data_ptr())) {
+    return Ref();  // somebody else may have its memory
+  }
   Ref segment = owned(PyObject_GetAttr(table(), known.name_segment));
   if (known.scope.in(segment.get()) != Py_None) return Ref();
   Ref alias;

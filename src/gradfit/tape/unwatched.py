@@ -33,10 +33,12 @@ def is_unwatched(tensor: torch.Tensor) -> bool:
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:
-    """Whether torch has allocated the memory, so that nobody else has a storage or an array on
-    it.
+    """Whether torch has allocated the memory for this process alone, so that nobody else has a
+    storage or an array on it.
     """
-    return tensor.untyped_storage().resizable()
+    storage = tensor.untyped_storage()
+    # An accelerator's storages all say that they are shared.
+    return storage.resizable() and not (tensor.is_cpu and storage.is_shared())
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
