@@ -568,3 +568,63 @@ def test_torch_func_in_a_budget_is_refused_in_words() -> None:
     words = r"torch\.func was used inside a block of gf\.budget"
     with pytest.raises(gf.UnsupportedOp, match=words), gf.budget("1 GiB"):
         Inner()(x)
+
+
+class WithQueue(nn.Module):
+    """Compares with what earlier batches have left, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(
+            *[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
+        )
+        self.register_buffer("queue", torch.randn(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.encode(x) @ (self.queue * 2).sin().T).tanh() @ self.queue.clone().exp()
+
+
+@pytest.mark.parametrize("when", ["before the backward", "in the next forward", "elsewhere"])
+def test_what_a_forward_has_read_may_be_written_to_before_its_backward(when: str) -> None:
+    """Plain autograd has not saved it: only a replay reads it again."""
+
+    def loop(limit: int | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model, x = WithQueue(), torch.randn(32, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = gf.budget(limit or 10**12)
+        with held, gf.meter() as live:
+            for _ in range(2):
+                optimizer.zero_grad()
+                y = model(x)
+                if when == "in the next forward":
+                    model.queue.mul_(0.9)
+                    y = y + model(x)
+                elif when == "before the backward":
+                    model.queue[3:6] = y.detach()[3:6]
+                else:
+                    with torch.no_grad():
+                        torch._foreach_mul_([x.clone(), model.queue], 0.9)
+                (y + y.sin()).square().mean().backward()
+                optimizer.step()
+        assert live.peak_bytes <= held.use.peak_bytes
+        return [p.grad.clone() for p in model.parameters()], held.use.peak_bytes  # type: ignore[union-attr]
+
+    expected, high = loop(None)
+    evictions = 0
+    for share in (0.99, 0.97, 0.95, 0.9, 0.85):
+        limit = int(high * share)
+        with contextlib.suppress(gf.BudgetInfeasible):
+            found, peak = loop(limit)
+            assert peak <= limit
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            evictions += 1
+    assert evictions
+
+
+def test_what_a_lazy_module_has_not_made_yet_is_not_counted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh())
+    with gf.meter(model), gf.budget("1 GiB"):
+        model(torch.randn(4, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -34,6 +34,8 @@ from gradfit.tape.decisions import Policy, TapeDecision
 from gradfit.tape.operators import info_of
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.replay import replaying
+from gradfit.tape.storage import written_tensors
+from gradfit.tape.storage_table import StorageTable
 from gradfit.tape.values import Segment, Tape, TapeOperation, TapeValue
 from gradfit.units import format_bytes
 
@@ -71,6 +73,8 @@ class Evictor(Meter):
         # all tapes': replays run in threads of the autograd engine
         self._lock = threading.RLock()
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        # what recordings that are over have read, as long as their tapes live
+        self._ended: list[tuple[weakref.ref[Tape], StorageTable]] = []
         self._has_recorded = False
         self._before_forgetting = _MANY
         self._seconds: dict[int, float] = {}  # by operation
@@ -96,14 +100,43 @@ class Evictor(Meter):
         tape.on_held = self._hold
         self._tapes.add(tape)
         self._has_recorded = True
+        reference = weakref.ref(tape)
         return Recorder(
-            Segment(Segment(None)), policy or _HoldAll(), tape=tape, recorded=self._note
+            Segment(Segment(None)),
+            policy or _HoldAll(),
+            tape=tape,
+            recorded=self._note,
+            ended=lambda table: self._remember_reads(reference, table),
         )
+
+    def _remember_reads(self, tape: weakref.ref[Tape], table: StorageTable) -> None:
+        """A recording is over, and its graph may live on."""
+        reads = StorageTable(Segment(None))
+        reads.inherit(table)
+        self._ended = [one for one in self._ended if one[0]() is not None]
+        self._ended.append((tape, reads))
+
+    def _copy_what_was_read(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation may write to what was read in a recording that is over, as a forward does
+        to a queue that the one before it has read: whoever read it gets a copy.
+        """
+        info = info_of(func)
+        if not info.writes or replaying():
+            return
+        written = written_tensors(info, args, kwargs)
+        for target in written:
+            for tape, reads in self._ended:
+                if tape() is not None and reads.is_inherited(target):
+                    self._make_room_for(target.untyped_storage().nbytes(), func, args)
+                    for copy in reads.copy_inherited([target], int(info.counts_first)):
+                        self._see(copy)
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
         self.refused = None
         self._note_use(args)
+        if self._ended:
+            self._copy_what_was_read(func, args, kwargs)
         key, need = self._make_room(func, args, kwargs)
         before = self.current_bytes
         started = time.perf_counter()
@@ -130,11 +163,14 @@ class Evictor(Meter):
         if info.view or not info.recordable:
             return None, 0
         key, need = self._need(func, args, kwargs)
+        self._make_room_for(need, func, args, is_guess=key is not None)
+        return key, need
+
+    def _make_room_for(self, need: int, func: Any, args: Any, *, is_guess: bool = False) -> None:
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
-            if self.current_bytes + need > self.limit_bytes and key is None:
+            if self.current_bytes + need > self.limit_bytes and not is_guess:
                 raise self._infeasible(func, need, self.current_bytes)
-        return key, need
 
     def _correct(self, key: Any, func: Any, args: Any, kwargs: Any, nbytes: int) -> None:
         """An operation took another number of bytes than was foreseen: remember it, and refuse

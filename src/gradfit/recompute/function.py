@@ -293,9 +293,10 @@ def _check_function(function: Any, arguments: int | None) -> None:
     if isinstance(function, torch.nn.Module):
         kind = type(function)
         if "forward" not in function.__dict__:
-            if _accepted_forwards.get((kind, arguments)) is not kind.forward:
+            forward = getattr(kind, "forward", None)  # TorchScript's classes have none to give
+            if _accepted_forwards.get((kind, arguments)) is not forward:
                 read_callable(function, "function", "the function to call", arguments=arguments)
-                _accepted_forwards[kind, arguments] = kind.forward
+                _accepted_forwards[kind, arguments] = forward
             return
         called = function.forward
     else:

@@ -74,8 +74,9 @@ def _first_alive(references: Iterable[weakref.ref[ParameterRef]]) -> ParameterRe
     return next(iter(_alive(references)), None)
 
 
-def copy_for(references: Iterable[ParameterRef], counted_before: int) -> None:
-    """Give all who have read one storage a copy of it, if nobody has written to it yet.
+def copy_for(references: Iterable[ParameterRef], counted_before: int) -> torch.Tensor | None:
+    """Give all who have read one storage a copy of it, if nobody has written to it yet; returns
+    it.
 
     Args:
         references: that lie in the same storage.
@@ -90,6 +91,7 @@ def copy_for(references: Iterable[ParameterRef], counted_before: int) -> None:
         if copy is None:
             copy = copy_storage(reference.content, geometry)
         reference.content, reference.source = shaped(copy, geometry), None
+    return copy
 
 
 def _remove_dead(references: list[weakref.ref[ParameterRef]]) -> None:

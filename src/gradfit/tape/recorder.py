@@ -108,6 +108,7 @@ class Recorder:
         tape: what the handles share; None: one of its own.
         widen_segments: False if the policy's segments come from a plan, which knows who reads what.
         recorded: called with every operation that is recorded.
+        ended: called at the end with the table, which still knows what was read.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Recorder:
         tape: Tape | None = None,
         widen_segments: bool = True,
         recorded: Callable[[TapeOperation], object] | None = None,
+        ended: Callable[[StorageTable], object] | None = None,
     ) -> None:
         self.tape = Tape() if tape is None else tape
         self.table = StorageTable(
@@ -137,6 +139,7 @@ class Recorder:
         self._refer_parameter = self.table.parameters.refer
         self._listening: Any = None
         self._units: list[torch.utils.hooks.RemovableHandle] = []
+        self._ended = ended
         self._tracing: Any = None
 
     @property
@@ -197,6 +200,8 @@ class Recorder:
                 finally:
                     self._listening = None
                     _leave(self.table)
+                    if self._ended is not None:
+                        self._ended(self.table)
                     self.table.close()
                     self._decisions.policy = None
                     while self._units:

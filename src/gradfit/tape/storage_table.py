@@ -513,20 +513,35 @@ class StorageTable:
         for key, held in inner.inherited.items():
             self.inherited.setdefault(key, []).extend(held)
 
-    def copy_inherited(self, tensors: Iterable[torch.Tensor], counted_before: int = 0) -> None:
-        """These are about to be written to: who has read them in a recording inside gets a copy."""
+    def is_inherited(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody who may replay has read a tensor's storage in a recording inside."""
+        with contextlib.suppress(Untrackable):
+            return any(reference() for reference in self.inherited.get(key_of(tensor), ()))
+        return False
+
+    def copy_inherited(
+        self, tensors: Iterable[torch.Tensor], counted_before: int = 0
+    ) -> list[torch.Tensor]:
+        """These are about to be written to: who has read them in a recording inside gets a copy;
+        returns the copies.
+        """
+        copies: list[torch.Tensor] = []
         for tensor in tensors:
             with contextlib.suppress(Untrackable):
                 references = self.inherited.pop(key_of(tensor), ())
-                self._copy_for([reference() for reference in references], counted_before)
+                copies += self._copy_for([reference() for reference in references], counted_before)
+        return copies
 
-    def _copy_for(self, readers: Sequence[Any], counted_before: int) -> None:
+    def _copy_for(self, readers: Sequence[Any], counted_before: int) -> list[torch.Tensor]:
         """Give these, references to parameters and roots, a copy of what they have read."""
-        copy_for([read for read in readers if isinstance(read, ParameterRef)], counted_before)
+        read = [reader for reader in readers if isinstance(reader, ParameterRef)]
+        copies = [copy_for(read, counted_before)]
         for root in readers:
             # At another version it is too late: then replay refuses.
             if isinstance(root, TapeValue) and _is_unchanged(root, counted_before):
                 self.copy_value(root)
+                copies.append(root.tensor)
+        return [copy for copy in copies if copy is not None]
 
 
 def add_input(value: TapeValue, inputs: list[TapeValue]) -> None:
