@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
@@ -135,7 +135,7 @@ class Meter(OperationListener):
 
     def _see(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:
-            if isinstance(tensor, UninitializedTensorMixin):
+            if is_lazy(tensor):
                 return  # a lazy module's, before its first forward
             tensor = distributed.local_part(tensor)
             if isinstance(tensor, FakeTensor) and not self.about_fakes:
