@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import signal
 import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -13,8 +18,8 @@ class uninterrupted:  # noqa: N801  (as torch.no_grad)
     it ends.
 
     What the signal would have done then happens there, so `__exit__` may raise `KeyboardInterrupt`.
-    Only the main thread runs signal handlers; in others this does nothing. An interrupt that comes
-    while a destructor runs cannot be kept: Python itself drops what a destructor raises.
+    Only the main thread runs signal handlers; in others this does nothing. What is raised in a
+    destructor, Python itself drops: see `when_gone`.
 
     >>> with uninterrupted():
     ...     done = "all of it"
@@ -39,3 +44,42 @@ class uninterrupted:  # noqa: N801  (as torch.no_grad)
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
         self._came = True
+
+
+_watches: dict[int, weakref.ref[Any]] = {}
+_next_number = itertools.count().__next__
+
+
+def when_gone(owner: object, work: Callable[[], object]) -> None:
+    """Have `work()` called when `owner` dies; Ctrl-C that comes while it dies, comes afterwards.
+
+    In a `__del__`, or in a function that a weak reference calls, it would be lost, and mostly at
+    its first line: what comes while a graph's memory is given back is raised by the next Python
+    that runs. A generator that goes on is inside of its `try` already.
+
+    Args:
+        owner: anything that weak references can refer to.
+        work: may be called twice; must not hold the owner.
+    """
+    number = _next_number()
+    steps = _works_when_sent(work, number)
+    next(steps)
+    _watches[number] = weakref.ref(owner, steps.send)
+
+
+def _works_when_sent(work: Callable[[], object], number: int) -> Generator[None, object, None]:
+    try:
+        yield
+        work()
+    except BaseException as error:
+        work()
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        _thread.start_new_thread(_interrupt_soon, ())
+    _watches.pop(number, None)
+    yield
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.001)  # until the destructor has returned
+    _thread.interrupt_main()

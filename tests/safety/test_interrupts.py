@@ -4,15 +4,19 @@ child of its own.
 
 from __future__ import annotations
 
+import _thread
 import gc
 import itertools
 import json
+import operator
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,12 @@ import gradfit as gf
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.fitting import any_loop
-from gradfit.interrupts import uninterrupted
+from gradfit.interrupts import uninterrupted, when_gone
 from gradfit.own_passes import owner_of
+from gradfit.recompute import offload
 from gradfit.tape import generators
 from gradfit.tape.recorder import is_recording
+from gradfit.tape.values import Tape
 
 # Python drops what is raised in a callback of a weak reference, of which torch's compiler has some
 # for tensors of other tests: then the work just goes on.
@@ -81,6 +87,52 @@ def test_an_interrupt_waits_for_the_end_and_then_comes() -> None:
         two_blocks()
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class _CtrlC(weakref.ref):  # type: ignore[type-arg]
+    """Ctrl-C that comes while what this refers to dies, and not one line of Python runs."""
+
+    __slots__ = ("send",)
+
+    def __init__(self, owner: object, callback: Any) -> None:
+        super().__init__(owner, callback)
+        self.send = _thread.interrupt_main
+
+
+class Dies:
+    """To be referred to."""
+
+
+def watched() -> tuple[Any, Callable[[], bool]]:
+    done: list[int] = []
+    owner = Dies()
+    when_gone(owner, lambda: done.append(1))
+    return owner, lambda: len(done) > 0
+
+
+def tape() -> tuple[Any, Callable[[], bool]]:
+    return Tape(), lambda: gc.get_threshold()[0] < 100_000
+
+
+def file() -> tuple[Any, Callable[[], bool]]:
+    one = offload._File()
+    number = one.descriptor
+    return one, lambda: not os.path.exists(f"/proc/self/fd/{number}")
+
+
+@pytest.mark.parametrize("make", [watched, tape, file])
+def test_ctrl_c_while_something_dies_comes_afterwards(make: Any) -> None:
+    dies, is_done = make()
+    sender = Dies()
+    ctrl_c = _CtrlC(sender, operator.methodcaller("send"))
+    both = [dies, sender]  # a list lets go of its last first
+    del dies, sender
+    with pytest.raises(KeyboardInterrupt):
+        both.clear()
+        for _ in range(2000):
+            time.sleep(0.001)
+    assert ctrl_c() is None
+    assert is_done()
 
 
 def test_ctrl_c_while_a_generator_is_rewound_waits_and_leaves_no_lock() -> None:

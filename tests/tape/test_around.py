@@ -258,10 +258,10 @@ def test_interrupts_leave_nothing_behind() -> None:
         nonlocal left
         name = frame.f_code.co_name
         if (
-            name in ("__del__", "tape_ends")
+            name in ("_works_when_sent", "_collector_goes_on")
             or f"{os.sep}gradfit{os.sep}" not in frame.f_code.co_filename
         ):
-            return  # Python swallows it there
+            return  # in a destructor: it comes afterwards (`test_interrupts.py`)
         # which is then not called: nobody can help
         if event == "c_return" or (event == "call" and name != "__exit__"):
             left -= 1

@@ -24,6 +24,7 @@ import torch
 
 from gradfit.devices import devices_of, wait_for
 from gradfit.errors import OffloadError
+from gradfit.interrupts import when_gone
 from gradfit.planning.simulate import IN_FLIGHT
 from gradfit.recompute.copying_thread import Copy, begin_copy
 from gradfit.units import format_bytes
@@ -307,7 +308,7 @@ class _File:
         except OSError as error:
             raise _failed("No file could be made for what is offloaded", error) from error
         self.descriptor = file.fileno()
-        self._close = weakref.finalize(self, file.close)
+        when_gone(self, file.close)
 
 
 def _write_all(file: _File, content: memoryview, position: int) -> None:

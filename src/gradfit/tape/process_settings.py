@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 from gradfit._torch_compile import (
@@ -21,10 +22,11 @@ from gradfit._torch_compile import (
     listen_to_compiled_functions,
 )
 from gradfit._torch_listen import thread_settings
+from gradfit.interrupts import when_gone
 
-_PATIENCE = 100_000
-_lock = threading.RLock()  # a tape may die while one is being counted
-_tapes: set[int] = set()
+_WAITS_FOR = 100_000  # new objects
+_lock = threading.RLock()  # a tape may die while one is being made
+_patience: Callable[[], _Patience | None] = lambda: None
 _threshold: tuple[int, int, int] | None = None
 _recordings: dict[int, int] = {}  # by the recorder's id: the thread that it records
 
@@ -75,25 +77,32 @@ def _as_now() -> Callable[[], None]:
 thread_settings.append(_as_now)
 
 
-def tape_begins(tape: object) -> None:
-    """Hold the collector back."""
+class _Patience:
+    """As long as somebody holds one, the collector waits."""
+
+    __slots__ = ("__weakref__",)
+
+
+def collector_waits() -> object:
+    """Hold the collector back, as long as what this gives is held."""
+    global _patience, _threshold
+    with _lock:
+        patience = _patience()
+        if patience is None:
+            patience = _Patience()
+            _patience = weakref.ref(patience)
+            when_gone(patience, _collector_goes_on)
+            if _threshold is None and 0 < gc.get_threshold()[0] < _WAITS_FOR:
+                _threshold = gc.get_threshold()
+                gc.set_threshold(_WAITS_FOR, *_threshold[1:])
+        return patience
+
+
+def _collector_goes_on() -> None:
+    """The collector is as it was, unless somebody else has set it since, or holds it by now."""
     global _threshold
     with _lock:
-        _tapes.add(id(tape))
-        if _threshold is None and 0 < gc.get_threshold()[0] < _PATIENCE:
-            _threshold = gc.get_threshold()
-            gc.set_threshold(_PATIENCE, *_threshold[1:])
-
-
-def tape_ends(tape: object) -> None:
-    """After the last one the collector is as it was, unless somebody else has set it since.
-
-    May be called twice, as `recording_ends`.
-    """
-    global _threshold
-    with _lock:
-        _tapes.discard(id(tape))
-        if not _tapes and _threshold is not None:
-            if gc.get_threshold()[0] == _PATIENCE:
+        if _patience() is None and _threshold is not None:
+            if gc.get_threshold()[0] == _WAITS_FOR:
                 gc.set_threshold(*_threshold)
             _threshold = None

@@ -340,7 +340,7 @@ def scratch(shape: torch.Size, dtype: torch.dtype, place: int) -> Scratch:
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "epoch", "lock", "on_held", "pass_number", "retains")
+    __slots__ = ("__weakref__", "_patience", "epoch", "lock", "on_held", "pass_number", "retains")
 
     def __init__(self, lock: Any = None) -> None:
         # Accelerators' backward passes unpack in threads of their own.
@@ -350,14 +350,7 @@ class Tape:
         self.retains = True  # what a sweep makes and the rest of the pass needs
         # Told of values that may be evicted from now on.
         self.on_held: Callable[[Iterable[TapeValue]], None] | None = None
-        process_settings.tape_begins(self)
-
-    def __del__(self) -> None:
-        try:
-            process_settings.tape_ends(self)
-        except BaseException:  # Ctrl-C, which Python drops in a destructor
-            process_settings.tape_ends(self)
-            raise
+        self._patience = process_settings.collector_waits()
 
     def begin_pass(self) -> None:
         """Another backward over a retained graph begins."""
