@@ -1,4 +1,6 @@
-"""Ctrl-C can come between any two lines of Python. Some of them belong together."""
+"""Ctrl-C, or another signal, can come between any two lines of Python. Some of them belong
+together.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,17 @@ from types import FrameType
 from typing import Any
 
 
+# Whose handlers, if they are Python's, may raise anything.
+_NUMBERS = [
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if (number := getattr(signal, name, None)) is not None  # not all are on Windows
+]
+
+
 class uninterrupted:  # noqa: N801  (as torch.no_grad)
-    """A context for a few short steps of which either all or none must happen: Ctrl-C waits until
-    it ends.
+    """A context for a few short steps of which either all or none must happen: Ctrl-C, and any
+    other signal that the user has a handler for, waits until it ends.
 
     What the signal would have done then happens there, so `__exit__` may raise `KeyboardInterrupt`.
     Only the main thread runs signal handlers; in others this does nothing. What is raised in a
@@ -25,25 +35,49 @@ class uninterrupted:  # noqa: N801  (as torch.no_grad)
     ...     done = "all of it"
     """
 
-    __slots__ = ("_came", "_handler")
+    __slots__ = ("_came", "_handlers")
 
     def __enter__(self) -> None:
-        self._came = False
-        self._handler: Any = None
+        self._came: list[int] = []
+        self._handlers: list[tuple[int, Any]] = []
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):  # neither ignored nor left to the system
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._wait)
+            try:
+                self._hold_back()
+            except BaseException:  # of a signal that was not held back yet
+                self._put_back()
+                raise
 
     def __exit__(self, *error: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+        self._put_back()
+        self._let_come()
+
+    def _hold_back(self) -> None:
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            if callable(handler):  # neither ignored nor left to the system
+                self._handlers.append((number, handler))
+                signal.signal(number, self._wait)
+
+    def _put_back(self) -> None:
+        try:
+            while self._handlers:
+                signal.signal(*self._handlers[-1])
+                self._handlers.pop()
+        except BaseException:  # of a signal whose handler is back
+            self._put_back()
+            raise
+
+    def _let_come(self) -> None:
+        try:
+            while self._came:
+                signal.raise_signal(self._came.pop(0))
+        finally:
             if self._came:
-                signal.raise_signal(signal.SIGINT)
+                self._let_come()
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        if number not in self._came:
+            self._came.append(number)
 
 
 _watches: dict[int, weakref.ref[Any]] = {}

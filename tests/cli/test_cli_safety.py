@@ -34,6 +34,17 @@ def with_loss(loss, **more):
 def ends_in_loss():
     return with_loss(lambda model, batch: sys.exit(0))
 
+class Strange(BaseException):
+    pass
+
+def raises():
+    raise Strange("here")
+
+def raises_in_loss():
+    def loss(model, batch):
+        raise Strange("here")
+    return with_loss(loss)
+
 def interrupts():
     def loss(model, batch):
         raise KeyboardInterrupt
@@ -67,6 +78,8 @@ def strange(folder: Path) -> Path:
         ("ends.py:make", 2, "called sys.exit(0)"),
         ("strange.py:ends", 2, "called sys.exit(0)"),
         ("strange.py:ends_in_loss", 1, "called sys.exit(0)"),
+        ("strange.py:raises", 2, "Strange: here"),
+        ("strange.py:raises_in_loss", 1, "Strange: here"),
         ("strange.py:interrupts", 130, "Interrupted."),
     ],
 )
@@ -87,6 +100,25 @@ def test_code_that_ends_the_process_is_an_error(
     assert json.loads(said.out)["exit_code"] == code
     assert text in json.loads(said.out)["error"]
     assert text in said.err
+
+
+@pytest.mark.parametrize("how", ["full", "closed"])
+@pytest.mark.parametrize("more", [["--json"], []])
+def test_a_result_that_cannot_be_written_is_an_error_in_words(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    how: str,
+) -> None:
+    with open("/dev/full", "w") as full:
+        if how == "closed":
+            full.close()
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "job.py:make", "--memory", "1 MiB", *more]) == 1
+        assert "The result could not be written to stdout" in capsys.readouterr().err
+        print("more is not written anywhere", flush=True)
+        sys.stdout.close()
 
 
 @pytest.mark.parametrize("verb", ["plan", "profile", "audit"])

@@ -5,6 +5,7 @@ child of its own.
 from __future__ import annotations
 
 import _thread
+import copy
 import gc
 import itertools
 import json
@@ -87,6 +88,76 @@ def test_an_interrupt_waits_for_the_end_and_then_comes() -> None:
         two_blocks()
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Raised(Exception):
+    """By a handler of the user's."""
+
+
+def test_whatever_signal_has_a_handler_waits_and_all_of_them_come() -> None:
+    done: list[str] = []
+
+    def raises(number: int, frame: object) -> None:
+        done.append(signal.Signals(number).name)
+        raise Raised(number)
+
+    def work() -> None:
+        with uninterrupted():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGTERM):
+                signal.raise_signal(number)
+            done.append("all of it")
+
+    numbers = (signal.SIGTERM, signal.SIGALRM)
+    before = [signal.signal(number, raises) for number in numbers]
+    try:
+        with pytest.raises(Raised):
+            work()
+        assert [signal.getsignal(number) for number in numbers] == [raises, raises]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert done == ["all of it", "SIGTERM", "SIGALRM"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_raises_in_an_update_that_cannot_be_taken_back_waits() -> None:
+    """In a budget without room for a copy."""
+    model = torch.nn.Linear(64, 64)
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            if armed:
+                signal.raise_signal(signal.SIGTERM)
+                super().step()
+
+    def raises(number: int, frame: object) -> None:
+        raise Raised
+
+    armed: list[int] = []
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    batch = torch.ones(8, 64)
+    with pytest.raises(gf.BudgetInfeasible) as refused:
+        gf.fit(model, optimizer, loss, batch, memory=1000)
+    step = gf.fit(model, optimizer, loss, batch, memory=refused.value.min_bytes + 2048)
+    step(batch)
+    plain = copy.deepcopy(model)
+    again = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss(plain, batch).backward()
+    again.step()
+    again.step()
+    armed.append(1)
+    before = signal.signal(signal.SIGTERM, raises)
+    try:
+        with pytest.raises(Raised):
+            step(batch)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert torch.equal(model.weight, plain.weight)
 
 
 class _CtrlC(weakref.ref):  # type: ignore[type-arg]

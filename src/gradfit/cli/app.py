@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -15,7 +14,12 @@ import typer
 from gradfit import __version__
 from gradfit.cli.audit_command import audit
 from gradfit.cli.build_native_command import build_native
-from gradfit.cli.console import results_at_the_end
+from gradfit.cli.console import (
+    ResultNotPrinted,
+    let_go_of_stdout,
+    print_result,
+    results_at_the_end,
+)
 from gradfit.cli.demo_command import demo
 from gradfit.cli.estimate_command import estimate
 from gradfit.cli.plan_command import plan
@@ -90,6 +94,10 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
                 f"The job's code called sys.exit({ended.code!r}) while gradfit was running it."
                 " Raise an exception where it cannot go on."
             ) from ended
+        except Exception:
+            raise
+        except BaseException as error:  # of the job's own: it would pass everything below
+            raise GradfitError(f"The job's code raised {type(error).__name__}: {error}.") from error
 
     return run_command
 
@@ -119,7 +127,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             )
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output is gone, as in `gradfit profile gpt | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go_of_stdout()
         return EXIT_FAILED
     except (KeyboardInterrupt, typer.Abort, _Interrupted):
         return _fail("Interrupted.", EXIT_INTERRUPTED, given)
@@ -153,6 +161,7 @@ def _explain_usage(error: Any, given: list[str]) -> int:
 def _fail(message: str, code: int, given: list[str], **details: Any) -> int:
     line = " ".join(message.split())
     if "--json" in given:
-        print(json.dumps({"error": line, "exit_code": code, **details}))
+        with contextlib.suppress(ResultNotPrinted, BrokenPipeError):  # it is on stderr, at least
+            print_result(json.dumps({"error": line, "exit_code": code, **details}))
     print(f"gradfit: {line}", file=sys.stderr)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from gradfit.errors import ExactnessWarning
+from gradfit.errors import ExactnessWarning, GradfitError
 
 console = Console(stderr=True, highlight=False)
+
+
+class ResultNotPrinted(GradfitError):
+    """There is a result, and nowhere to write it."""
 
 
 _held: list[str] | None = None  # results that wait for the end of the command
@@ -31,7 +36,23 @@ def print_result(text: str) -> None:
     if _held is not None:
         _held.append(text)
         return
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    try:
+        print(text.rstrip("\n"), flush=True)
+    except (OSError, ValueError) as error:  # it is full, closed, or its reader is gone
+        let_go_of_stdout()
+        if isinstance(error, BrokenPipeError):
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        raise ResultNotPrinted(f"The result could not be written to stdout: {why}.") from error
+
+
+def let_go_of_stdout() -> None:
+    """Nothing more can be written there: Python shall not try again at its exit, either."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # it is closed, or no file
+        sys.stdout = os.fdopen(nowhere, "w")
 
 
 @contextlib.contextmanager
@@ -48,7 +69,6 @@ def results_at_the_end() -> Iterator[None]:
         _held = None
     for text in held:
         print_result(text)
-    sys.stdout.flush()
 
 
 def note(text: str) -> None:

@@ -148,7 +148,9 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
     """Call the user's code; whatever it raises becomes one line that says where."""
     try:
         return function(*args)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # some exceptions of libraries are no `Exception`
         place = _place_of(error, target)
         text = " ".join(str(error).split()) or "no message"
         if isinstance(error, SystemExit):
