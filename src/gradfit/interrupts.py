@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
-
 # Whose handlers, if they are Python's, may raise anything.
 _NUMBERS = [
     number

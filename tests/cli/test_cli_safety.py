@@ -31,6 +31,12 @@ def with_loss(loss, **more):
     made.loss_fn = loss
     return made
 
+def goes_elsewhere():
+    made = job.make()
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+    return made
+
 def ends_in_loss():
     return with_loss(lambda model, batch: sys.exit(0))
 
@@ -100,6 +106,20 @@ def test_code_that_ends_the_process_is_an_error(
     assert json.loads(said.out)["exit_code"] == code
     assert text in json.loads(said.out)["error"]
     assert text in said.err
+
+
+def test_a_job_that_changes_the_directory_moves_neither_the_run_nor_the_page(strange: Path) -> None:
+    """A second run would else not find the first, and write over it."""
+    options = ["--memory", "1 MiB", "--steps", "1", "--out", "run", "--report", "page.html"]
+    arguments = ["train", "strange.py:goes_elsewhere", *options]
+    assert main(arguments) == 0
+    assert (strange / "run/model.safetensors").exists()
+    assert (strange / "page.html").exists()
+    assert not [*(strange / "elsewhere").iterdir()]
+    os.chdir(strange)
+    assert main(arguments) == 2
+    os.chdir(strange)
+    assert main([*arguments[:-2], "--resume"]) == 0
 
 
 @pytest.mark.parametrize("how", ["full", "closed"])

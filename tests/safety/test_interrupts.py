@@ -198,10 +198,14 @@ def test_ctrl_c_while_something_dies_comes_afterwards(make: Any) -> None:
     ctrl_c = _CtrlC(sender, operator.methodcaller("send"))
     both = [dies, sender]  # a list lets go of its last first
     del dies, sender
-    with pytest.raises(KeyboardInterrupt):
+
+    def let_go() -> None:
         both.clear()
         for _ in range(2000):
             time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        let_go()
     assert ctrl_c() is None
     assert is_done()
 

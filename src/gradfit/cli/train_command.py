@@ -123,7 +123,7 @@ def train(
         )
         folder.resume(run, listener)
         result = run.train()
-        result.out = str(folder.path)
+        result.out = str(folder.shown)
         listener.close()
     digest = digest_of(work.job.model) if json else ""  # by all ranks together
     ranks.leave()
@@ -133,7 +133,7 @@ def train(
             _write_page_of_whole_run(work, run, result, listener.seconds, report)
         print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
-        _end_interrupted(target, folder.path)
+        _end_interrupted(target, folder.shown)
 
 
 def _memory_bytes(memory: str | None, before: Mapping[str, Any], work: Work, ranks: Ranks) -> int:
@@ -171,7 +171,8 @@ def _end_interrupted(target: str, path: Path) -> NoReturn:
 class _RunFolder:
     """The directory of a run, and what is in it to go on from."""
 
-    path: Path
+    shown: Path  # as it was given
+    path: Path  # whole: the job's code may go to another directory
     states: RankStates
     ranks: Ranks
     resuming: bool
@@ -184,13 +185,14 @@ class _RunFolder:
         there.
         """
         resume = resume or ranks.restarted
-        path = Path(ranks.first_says(str(out if out is not None else _default_out(target, resume))))
+        shown = ranks.first_says(str(out if out is not None else _default_out(target, resume)))
+        path = Path(shown).absolute()
         states = RankStates(path, ranks)
         if _holds_run(states.store, path):
             states.store.prepare()  # before anything in it is read: another run may be writing
         saved = _saved(states, resume)
         settings = _settings_to_resume(path, saved, ranks) if resume else {}
-        return cls(path, states, ranks, resume, saved, settings)
+        return cls(Path(shown), path, states, ranks, resume, saved, settings)
 
     @property
     def store(self) -> StateStore:
@@ -209,7 +211,7 @@ class _RunFolder:
             listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
         elif self.resuming:
             listener.note(
-                f"{self.path} has no state yet: starting from the beginning, with the settings it"
+                f"{self.shown} has no state yet: starting from the beginning, with the settings it"
                 " was begun with."
             )
 

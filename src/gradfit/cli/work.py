@@ -38,6 +38,7 @@ class Work:
     job: Job
     batch_size: int
     seed: int
+    called_in: Path = Path()  # for a page: the job's code may go to another directory
 
     @classmethod
     def load(
@@ -46,9 +47,12 @@ class Work:
         """Seed, then build the job: the same seed gives the same model."""
         if page is not None:
             _check_page(page)
+        called_in = Path() if page is None else Path.cwd()
         seed_everything(seed)
         job = load_target(target)
-        return cls(target, job, job.batch_size if batch_size is None else batch_size, seed)
+        return cls(
+            target, job, job.batch_size if batch_size is None else batch_size, seed, called_in
+        )
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +173,7 @@ class Work:
         return dataclasses.replace(report, plain_curve=curve, plain_label=label)
 
     def write(self, report: Report, page: Path) -> None:
-        write_page(report, page)
+        write_page(report, self.called_in / page)
 
 
 def _with_other_plans(report: Report, plan: Plan) -> Report:

@@ -26,7 +26,7 @@ from gradfit.interrupts import when_gone
 
 _WAITS_FOR = 100_000  # new objects
 _lock = threading.RLock()  # a tape may die while one is being made
-_patience: Callable[[], _Patience | None] = lambda: None
+_patience: weakref.ref[_Patience] | None = None
 _threshold: tuple[int, int, int] | None = None
 _recordings: dict[int, int] = {}  # by the recorder's id: the thread that it records
 
@@ -87,7 +87,7 @@ def collector_waits() -> object:
     """Hold the collector back, as long as what this gives is held."""
     global _patience, _threshold
     with _lock:
-        patience = _patience()
+        patience = None if _patience is None else _patience()
         if patience is None:
             patience = _Patience()
             _patience = weakref.ref(patience)
@@ -102,7 +102,7 @@ def _collector_goes_on() -> None:
     """The collector is as it was, unless somebody else has set it since, or holds it by now."""
     global _threshold
     with _lock:
-        if _patience() is None and _threshold is not None:
+        if (_patience is None or _patience() is None) and _threshold is not None:
             if gc.get_threshold()[0] == _WAITS_FOR:
                 gc.set_threshold(*_threshold)
             _threshold = None
