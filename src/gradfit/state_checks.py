@@ -212,3 +212,27 @@ _SAME_KIND: list[tuple[Any, Callable[[str, Any, Any], None]]] = [
     ((list, tuple), _same_items),
     (dict, _same_names),
 ]
+
+
+def each_number(most: float, but: type | tuple[type, ...] = ()) -> Check:
+    """Of a record, every number that it holds, however deep, is one (no NaN), and from `-most` to
+    `most`; but for those in records of some types.
+    """
+    return partial(_check_each_number, most, but)
+
+
+def _check_each_number(most: float, but: Any, where: str, record: Any) -> None:
+    """A profile has many thousands of them."""
+    left = [("", record)]
+    while left:
+        name, item = left.pop()
+        if isinstance(item, int | float):
+            if not -most <= item <= most:
+                raise wrong(f"{where}: {name}", item, f"from {-most} to {most}")
+        elif isinstance(item, tuple | list):
+            left += [(name, part) for part in item]
+        elif isinstance(item, Mapping):
+            left += [(name, part) for part in item.values()]
+        elif not isinstance(item, but):
+            names = getattr(item, "__dataclass_fields__", ())
+            left += [(name, getattr(item, name)) for name in names]

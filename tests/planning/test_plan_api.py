@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,30 @@ def test_the_plan_round_trips_through_json(half: gf.Plan) -> None:
     assert again.signature == half.signature
     with pytest.raises(StateError, match="Plan"):
         Profile.from_json(half.to_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("actions", '["drop"]'),
+        ("segments", "[5]"),
+        ("micro_batch", "0"),
+        ("step_seconds", "1e400"),
+        ("plain_seconds", '"nan"'),
+        ("peak_bytes", "-1"),
+        ("breakdown", '{"parameters": 1%s}' % ("0" * 40)),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused_when_it_is_read(
+    half: gf.Plan, name: str, value: str
+) -> None:
+    changed = json.loads(half.to_json())
+    if isinstance(changed[name], list):
+        first = json.loads(value)
+        value = json.dumps(first + changed[name][1:])
+    changed[name] = "here"
+    with pytest.raises(StateError, match=name.removesuffix("s")):
+        gf.Plan.from_json(json.dumps(changed).replace('"here"', value))
 
 
 def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,14 @@ def test_damaged_json_is_a_state_error() -> None:
         Profile.from_json(small_profile().to_json().replace('"storage": 1', '"storage": "one"'))
     with pytest.raises(StateError, match="reads a value before it is made"):
         Profile.from_json(small_profile().to_json().replace('"inputs": [0]', '"inputs": [3]'))
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", '"inf"', "1e308", "-9" + "9" * 40])
+@pytest.mark.parametrize("name", ["per_item", "optimizer_seconds"])
+def test_numbers_that_nothing_can_be_planned_with_are_refused(name: str, number: str) -> None:
+    text = re.sub(rf'"{name}": [^,}}]*', f'"{name}": {number}', small_profile().to_json())
+    with pytest.raises(StateError, match=name):
+        Profile.from_json(text)
 
 
 def test_hardware_reads_bytes_and_rejects_nonsense() -> None:

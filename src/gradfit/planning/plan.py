@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gradfit import records
+from gradfit.planning.plan_checks import check_plan
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
@@ -229,7 +230,9 @@ class Plan:
         Args:
             text: a JSON document.
         """
-        return records.from_json(Plan, text)
+        plan = records.from_json(Plan, text)
+        check_plan(plan)
+        return plan
 
     def __str__(self) -> str:
         lines = [

@@ -20,6 +20,7 @@ from gradfit.arguments import read_count, read_instance, read_number
 from gradfit.batches.additivity_record import Additivity
 from gradfit.choices import KEEP, OFFLOAD, REBUILD, Choice
 from gradfit.errors import StateError
+from gradfit.profiling.profile_checks import check_profile
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
 from gradfit.profiling.update_groups import UpdateInGroups
@@ -550,7 +551,9 @@ class Profile:
         Args:
             text: a JSON document.
         """
-        return records.from_json(Profile, text)
+        profile = records.from_json(Profile, text)
+        check_profile(profile)
+        return profile
 
     def __str__(self) -> str:
         return describe(self)
