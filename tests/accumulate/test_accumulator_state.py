@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,28 @@ def test_a_broken_window_is_not_saved() -> None:
     run.acc.window.break_off()
     with pytest.raises(gf.MisuseError, match="failed half-way"):
         run.acc.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("window", "shapes", 1, 0), torch.zeros(3)),
+        (("window", "had_pass"), torch.zeros(3)),
+        (("window", "sparse"), torch.zeros(3)),
+        (("window", "sparse", "grad.0", 0), 1),
+        (("tensors", "grad.0/indices"), torch.full((1, 2), 99)),
+        (("tensors", "grad.0/values"), torch.zeros(2, 3)),
+    ],
+)
+def test_tensors_where_numbers_belong_and_no_sparse_tensor_are_refused(
+    where: tuple[Any, ...], value: object
+) -> None:
+    run = Run("sparse")
+    run.acc.backward(run.model(torch.tensor([1, 2])).mean())
+    state = run.acc.state_dict()
+    place: Any = state
+    for name in where[:-1]:
+        place = place[name]
+    place[where[-1]] = value
+    with pytest.raises(gf.StateError, match="damaged"):
+        Run("sparse").acc.load_state_dict(state)

@@ -101,7 +101,15 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
         saved = _read(window.tensors, state["window"], dict(state["tensors"]))
     except StateError:
         raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,  # torch's, of tensors where there should be numbers, and of no sparse tensor
+    ) as error:
         raise StateError(
             f"The state is damaged or not an accumulator's: {error!r}. Pass what state_dict() gave."
         ) from error
