@@ -165,10 +165,6 @@ class _CtrlC(weakref.ref):  # type: ignore[type-arg]
 
     __slots__ = ("send",)
 
-    def __init__(self, owner: object, callback: Any) -> None:
-        super().__init__(owner, callback)
-        self.send = _thread.interrupt_main
-
 
 class Dies:
     """To be referred to."""
@@ -196,6 +192,7 @@ def test_ctrl_c_while_something_dies_comes_afterwards(make: Any) -> None:
     dies, is_done = make()
     sender = Dies()
     ctrl_c = _CtrlC(sender, operator.methodcaller("send"))
+    ctrl_c.send = _thread.interrupt_main
     both = [dies, sender]  # a list lets go of its last first
     del dies, sender
 
