@@ -41,7 +41,7 @@ def fill(
     """
     best = list(actions)
     result = simulator.run(best, segments)
-    groups = _groups(simulator.graph)
+    groups = choices_by_operation(simulator.graph)
     while evaluations > 0:
         before = result.extra_seconds
         for dropped in _worth_keeping(simulator.graph, groups, best, result)[:evaluations]:
@@ -70,7 +70,7 @@ def move_instead(
     """
     best = list(actions)
     result = simulator.run(best, segments)
-    groups = _groups(simulator.graph)
+    groups = choices_by_operation(simulator.graph)
     moved = [v for group in reversed(groups.values()) for v in group if best[v] == OFFLOAD]
     rebuilt = _worth_keeping(simulator.graph, groups, best, result)
     changes = [([value], KEEP) for value in moved] + [(values, OFFLOAD) for values in rebuilt]
@@ -99,7 +99,7 @@ def hold_longer(
     """
     of, parent = list(segments.of), segments.parent
     result = simulator.run(actions, segments)
-    groups = _groups(simulator.graph)
+    groups = choices_by_operation(simulator.graph)
     while evaluations > 0:
         before = result.extra_seconds
         for values in _worth_holding(simulator.graph, groups, actions, of, result)[:evaluations]:
@@ -199,7 +199,7 @@ class _Annealing:
         self.simulator, self.segments, self.budget_bytes = simulator, segments, budget_bytes
         self.random = random.Random(seed)
         # All results of an operation together: keeping one of two saves nothing.
-        by_op = _groups(graph)
+        by_op = choices_by_operation(graph)
         self.groups = list(by_op.values())
         self.neighbours = _neighbours(graph, list(by_op))
         self.sizes = [_held_bytes(graph, group) for group in self.groups]
@@ -292,7 +292,7 @@ class _Annealing:
         return before
 
 
-def _groups(graph: Graph) -> dict[int, list[int]]:
+def choices_by_operation(graph: Graph) -> dict[int, list[int]]:
     """By operation, the values whose keep bit can matter: needed or on the way to one that is, and
     not there anyway.
     """

@@ -149,10 +149,15 @@ def prune(options: Sequence[Option]) -> list[Option]:
     """Without those that another one beats in all three numbers."""
     chosen: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.peak_bytes)):
-        if not any(_is_smaller(other, option) for other in chosen):
+        if not any(is_no_worse(other, option) for other in chosen):
             chosen.append(option)
     return chosen
 
 
-def _is_smaller(one: Option, other: Option) -> bool:
-    return one.kept_bytes <= other.kept_bytes and one.peak_bytes <= other.peak_bytes
+def is_no_worse(one: Option, other: Option) -> bool:
+    """Whether an option beats another one in all three numbers, or is as good."""
+    return (
+        one.kept_bytes <= other.kept_bytes
+        and one.peak_bytes <= other.peak_bytes
+        and one.seconds <= other.seconds
+    )

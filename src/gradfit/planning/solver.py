@@ -33,6 +33,7 @@ import numpy as np
 
 from gradfit.planning.chain import best_chain
 from gradfit.planning.local_search import anneal, fill, hold_longer, move_instead
+from gradfit.planning.menu_search import with_changed_options
 from gradfit.planning.min_cut import PricedCut
 from gradfit.planning.nested_ways import nested_ways
 from gradfit.planning.offload_windows import may_move, moved_from_the_start
@@ -46,6 +47,9 @@ _FLAT_SPANS = (1, 2, 3, 4, 6, 8, 12)  # units that a piece may have
 _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _LONGEST_NESTED = 1500  # operations
 _MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
+_SHORT = 48  # operations up to which a nested piece's options are changed, one place at a time
+_CHANGED = 80_000  # operations simulated for that at most, for each length that pieces have,
+_CHANGED_PER_OPERATION = 320  # and less for a small graph
 _KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every third
 _PRICES = 8  # steps between those at which what is rebuilt beside moving is looked for
 _ANNEALED = 100  # operations up to which local search is worth its time
@@ -332,12 +336,20 @@ class FastSolver:
         piece = self._anatomy.piece(cuts[0], cuts[-1], usual)
         place = (nested, *cuts)
         others = self._alike_options(start, stop, nested=False) if nested else []
-        if place not in self._book:
+        is_new = place not in self._book
+        if is_new:
             self._book[place] = self._ways(piece, start, stop, nested=nested)
         found = prune([*others, *options(piece, self._book[place])])
+        if is_new and nested and len(piece.graph.op_inputs) <= _SHORT:
+            found = with_changed_options(piece, found, self._changes(piece))
         own = [option for option in found if not any(option is other for other in others)]
         self._book[place] = [(option.actions, option.segments) for option in own]
         return found
+
+    def _changes(self, piece: Piece) -> int:
+        """How many for a piece: fewer where nothing repeats and there are many to look at."""
+        most = min(_CHANGED, _CHANGED_PER_OPERATION * len(self.graph.op_inputs))
+        return most // (max(8, len(self._mean_seconds)) * len(piece.graph.op_inputs))
 
     def _ways(self, piece: Piece, start: int, stop: int, *, nested: bool) -> list[Way]:
         units = stop - start
