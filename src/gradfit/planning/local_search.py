@@ -57,6 +57,40 @@ def fill(
     return best
 
 
+def drop_to_fit(
+    simulator: Simulator,
+    actions: Sequence[int],
+    segments: Segments,
+    budget_bytes: int,
+    *,
+    drops: int,
+) -> list[int] | None:
+    """For a plan that takes a little too much: rebuild one thing more and another, until it fits,
+    each time what then takes least; None if it does not fit after so many.
+    """
+    best, result = list(actions), simulator.run(actions, segments)
+    groups = list(choices_by_operation(simulator.graph).values())
+    for _ in range(drops):
+        chosen: tuple[tuple[float, float], list[int], Simulation] | None = None
+        for group in [group for group in groups if best[group[0]] == KEEP]:
+            _set_all(best, group, REBUILD)
+            trial = simulator.run(best, segments)
+            _set_all(best, group, KEEP)
+            saved = result.peak_bytes - max(budget_bytes, trial.peak_bytes)
+            if saved > 0 and math.isfinite(trial.extra_seconds):
+                slower = trial.extra_seconds - result.extra_seconds
+                worth = (slower / saved, slower)
+                if chosen is None or worth < chosen[0]:
+                    chosen = worth, group, trial
+        if chosen is None:
+            return None
+        _, group, result = chosen
+        _set_all(best, group, REBUILD)
+        if result.peak_bytes <= budget_bytes:
+            return best
+    return None
+
+
 def move_instead(
     simulator: Simulator,
     actions: Sequence[int],

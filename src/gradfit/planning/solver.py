@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 
 from gradfit.planning.chain import best_chain
-from gradfit.planning.local_search import anneal, fill, hold_longer, move_instead
+from gradfit.planning.local_search import anneal, drop_to_fit, fill, hold_longer, move_instead
 from gradfit.planning.menu_search import with_changed_options
 from gradfit.planning.min_cut import PricedCut
 from gradfit.planning.nested_ways import nested_ways
@@ -50,6 +50,8 @@ _MEDIUM = 300  # operations up to which nested segments are tried where flat one
 _SHORT = 48  # operations up to which a nested piece's options are changed, one place at a time
 _CHANGED = 80_000  # operations simulated for that at most, for each length that pieces have,
 _CHANGED_PER_OPERATION = 320  # and less for a small graph
+_LITTLE_ABOVE = 0.03  # of the bytes that a plan may use
+_DROPS = 3  # values that are rebuilt after all, where a nested plan is a little above the budget
 _KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every third
 _PRICES = 8  # steps between those at which what is rebuilt beside moving is looked for
 _ANNEALED = 100  # operations up to which local search is worth its time
@@ -262,16 +264,43 @@ class FastSolver:
         fits.
         """
         fits: list[Solution] = []
+        above: list[Solution] = []
         limit = _ChainLimit(float(budget_bytes - self.graph.static_bytes))
         for _ in range(tries):
             trial = self._chain(limit.now, nested=nested)
             spare = None if trial is None else budget_bytes - trial.peak_bytes
             if trial is not None and trial.peak_bytes <= budget_bytes:
                 fits.append(trial)
+            elif trial is not None:
+                above.append(trial)
             if limit.is_settled_by(spare):
                 break
             limit.move(spare)
-        return _fastest(fits)
+        # At little memory one option more or less is some per cent of the step.
+        dropped = self._dropped_to_fit(above, budget_bytes) if nested else None
+        return _fastest([*fits, *_there(dropped)])
+
+    def _dropped_to_fit(self, above: Sequence[Solution], budget_bytes: int) -> Solution | None:
+        """The fastest that two of these become when more is rebuilt until they fit: the fastest
+        that is a little above the budget, and the nearest.
+        """
+        most = budget_bytes + _LITTLE_ABOVE * (budget_bytes - self.graph.static_bytes)
+        little = [one for one in above if one.peak_bytes <= most]
+        if not little:
+            return None
+        fastest, nearest = min(little, key=_order), min(little, key=lambda one: one.peak_bytes)
+        chosen = [fastest] if nearest is fastest else [fastest, nearest]
+        dropped = [
+            drop_to_fit(self.simulator, one.actions, one.segments, budget_bytes, drops=_DROPS)
+            for one in chosen
+        ]
+        return _fastest(
+            [
+                self._simulated(actions, one.segments)
+                for actions, one in zip(dropped, chosen, strict=True)
+                if actions is not None
+            ]
+        )
 
     def smallest(self) -> Solution:
         """The plan of the smallest peak found, whatever its seconds."""
