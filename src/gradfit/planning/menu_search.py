@@ -1,7 +1,7 @@
 """More options for a short piece: those that there are, changed in one place at a time.
 
 Paquete, Chiarandini & Stützle, "Pareto local optimum sets in the biobjective traveling salesman
-problem" (2004, https://doi.org/10.1007/978-3-642-17144-4_7): of options that no other one beats in
+problem: an experimental study" (2004): of options that no other one beats in
 bytes kept, seconds and peak, one after the other is changed in every way, and what is not beaten
 stays. A change keeps what an operation makes, or rebuilds it, or holds it in the segment around its
 own. So segments and keep-sets are found together, which neither a minimum cut nor splitting by
