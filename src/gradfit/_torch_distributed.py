@@ -68,6 +68,14 @@ def tcp_store(host: str, port: int, hosts: bool) -> Any:
     return torch._C._distributed_c10d.TCPStore(host, port, is_master=hosts, multi_tenant=True)
 
 
+def flat_sharding_class() -> type | None:
+    """`FullyShardedDataParallel`, the elder of torch's two ways to shard; None if nobody has loaded
+    it.
+    """
+    module = sys.modules.get("torch.distributed.fsdp")
+    return None if module is None else module.FullyShardedDataParallel
+
+
 # -- sharded tensors -----------------------------------------------------------------------------
 
 
@@ -139,6 +147,16 @@ def restore_flags(module: torch.nn.Module, before: dict[str, Any]) -> None:
     """Put flags back."""
     for name, value in before.items():
         setattr(module, name, value)
+
+
+def communication_hooks(module: DistributedDataParallel) -> list[str]:
+    """Names of what the user has told DDP to do in the place of its all-reduce."""
+    return [getattr(hook, "__name__", repr(hook)) for hook, _ in module._comm_hooks]
+
+
+def is_joining(module: DistributedDataParallel) -> bool:
+    """Whether a `with model.join():` is entered."""
+    return bool(module._join_config.enable)
 
 
 def broadcasts_buffers(module: DistributedDataParallel) -> bool:

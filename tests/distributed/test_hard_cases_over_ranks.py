@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import torch
 from distributed_jobs import Net, largest_difference, wrap
 from distributed_pool import Pool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import gradfit as gf
 
@@ -306,3 +310,95 @@ def flags_after_an_error(rank: int, size: int) -> Any:
 def test_flags_are_restored_after_a_failed_forward(pair: Pool) -> None:
     for seen in pair.run(flags_after_an_error):
         assert seen == [True, True, False, True]
+
+
+def a_hook_of_the_users(rank: int, size: int) -> Any:
+    model, reference = models("ddp", size)
+    called: list[Any] = []
+    model.register_comm_hook(None, lambda _, bucket: called.append(bucket))  # type: ignore[operator]
+    acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            acc.backward(loss(model, rows(rank, 2)))
+            acc.step()
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        alone.zero_grad()
+        loss(reference, torch.cat([rows(r, 2) for r in range(size)])).backward()
+        alone.step()
+    return [str(one.message) for one in said], len(called), largest_difference(model, reference)
+
+
+def test_a_communication_hook_that_is_not_called_is_named_once(pair: Pool) -> None:
+    for said, calls, difference in pair.run(a_hook_of_the_users):
+        assert calls == 0
+        assert difference < 1e-10
+        (text,) = said
+        assert "communication hook <lambda> is not called" in text
+
+
+def refused(rank: int, size: int, what: str) -> str:
+    torch.manual_seed(7)
+    model: nn.Module = Net().double()
+    around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if what == "flat":
+        warnings.filterwarnings("ignore", message=".*FullyShardedDataParallel")
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif what == "tensor parallel":
+        mesh = init_device_mesh("cpu", (size,))
+        for block in model.blocks:  # type: ignore[union-attr]
+            parallelize_module(block, mesh, {"up": ColwiseParallel()})
+    else:
+        model = wrap(model, "ddp", size)
+        around = model.join()  # type: ignore[operator]
+    with pytest.raises(gf.MisuseError) as caught, around:
+        acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        acc.backward(loss(model, rows(rank, 1 + rank)), weight=1 + rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("flat", "torch.distributed.fsdp.fully_shard"),
+        ("tensor parallel", "tensor parallelism alone"),
+        ("joined", r"accumulator.flush(), called once by each rank"),
+    ],
+)
+def test_what_would_add_up_otherwise_is_refused(pair: Pool, what: str, says: str) -> None:
+    for text in pair.run(refused, what):
+        assert says in text
+
+
+def without_rows(rank: int, size: int, how: str) -> Any:
+    """The last rank's second batch is empty."""
+    model, reference = models(how, size)
+    optimizer, alone = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference))
+    step = gf.fit(model, optimizer, loss, rows(rank, 16), memory="100 KiB")
+    results = []
+    for number in range(3):
+        data = [rows(10 * number + r, 16) for r in range(size)]
+        if number == 1:
+            data[-1] = data[-1][:0]
+        results.append(step(data[rank]).stepped)
+        alone.zero_grad()
+        loss(reference, torch.cat(data)).backward()
+        alone.step()
+    return results, largest_difference(model, reference)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_rank_without_rows_takes_part_in_a_step(pair: Pool, how: str) -> None:
+    for stepped, difference in pair.run(without_rows, how):
+        assert stepped == [True] * 3
+        assert difference < 1e-10
+
+
+def audited(rank: int, size: int) -> Any:
+    model, _ = models("fsdp", size)
+    return gf.audit(model, loss, rows(rank, 16)).identical
+
+
+def test_an_audit_of_shards(pair: Pool) -> None:
+    assert pair.run(audited) == [True, True]

@@ -8,6 +8,7 @@ most one bucket is there twice.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from gradfit import _torch_distributed as private
 from gradfit.accumulate.processes import AllParts
 from gradfit.distributed.shared_window import AllRanks
+from gradfit.errors import MisuseError
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own
 
@@ -26,6 +28,8 @@ BUCKET_BYTES = 25 * 2**20  # as DDP's own
 _silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
 )
+
+_said: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose hooks were warned about
 
 
 class Replicated(AllRanks):
@@ -45,6 +49,7 @@ class Replicated(AllRanks):
 
     def before_forward(self, module: Any) -> None:
         if self.filling:
+            _require_no_join(module)
             _silent.setdefault(module, []).append(private.silence_ddp(module))
 
     def after_forward(self, module: Any) -> None:
@@ -56,6 +61,7 @@ class Replicated(AllRanks):
         # DDP does it before each forward, which here is silenced: once per window, from the first
         # rank that has seen data.
         for module in self.modules:
+            _say_that_hooks_are_not_called(module)
             if private.broadcasts_buffers(module) and whole.active:
                 private.broadcast_buffers(module, whole.active[0])
         return super().reduce(window, whole, factor)
@@ -79,6 +85,28 @@ class Replicated(AllRanks):
             pending = (work, bucket, flat)
         if pending is not None:
             _take_out(*pending)
+
+
+def _require_no_join(module: Any) -> None:
+    """Ranks that have joined answer DDP's own collectives; a window has others."""
+    if private.is_joining(module):
+        raise MisuseError(
+            "A forward of a window runs inside of `with model.join():`, whose ranks without data"
+            " would not answer at the window's end. Leave the context out: accumulator.flush(),"
+            " called once by each rank at the end of its data, does what it is for."
+        )
+
+
+def _say_that_hooks_are_not_called(module: Any) -> None:
+    names = private.communication_hooks(module)
+    if names and module not in _said:
+        _said.add(module)
+        warnings.warn(
+            f"DDP's communication hook {names[0]} is not called: a window's gradients are added up"
+            " over the ranks once, in the types that they have. Leave register_comm_hook out; or,"
+            " if the hook is wanted, run this model without gradfit's accumulator.",
+            stacklevel=2,
+        )
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -48,6 +48,18 @@ def data_parallel_size(model: torch.nn.Module) -> int:
     return fsdp.data_parallel_group(units[0]).size() if units else 1
 
 
+def fully_sharded_modules(tensors: list[Tensor]) -> list[Any]:
+    """The `fully_shard` modules that hold these parameters, of which some are DTensors."""
+    modules = modules_of((FSDPModule,), tensors)
+    if not modules:
+        raise MisuseError(
+            "The parameters are DTensors of no fully_shard module, as tensor parallelism alone makes"
+            " them, so it is not known which ranks have rows of their own. Call fully_shard(model)"
+            " over a mesh of those ranks."
+        )
+    return modules
+
+
 def _units_of(modules: list[Any]) -> list[Any]:
     return [unit for module in modules for unit in fsdp.param_groups(module)]
 
@@ -72,8 +84,7 @@ class Sharded(AllRanks):
 
     lockstep = True
 
-    def __init__(self, tensors: list[Tensor], window: Any) -> None:
-        modules = modules_of(FSDPModule, tensors)
+    def __init__(self, modules: list[Any], tensors: list[Tensor], window: Any) -> None:
         self.units = _units_of(modules)
         self._kept = {
             id(tensor): kept

@@ -20,14 +20,14 @@ from gradfit import _torch, _torch_distributed
 _seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that were looked up before
 
 
-def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
-    """The living modules of that kind that hold any of these parameters, outer ones first, alike on
-    every rank.
+def modules_of(kind: tuple[type, ...], tensors: list[Tensor]) -> list[Any]:
+    """The living modules of these kinds that hold any of these parameters, outer ones first, alike
+    on every rank.
     """
     wanted = {id(tensor): position for position, tensor in enumerate(tensors)}
     holders = _holding(list(_seen), kind, wanted)
     if wanted.keys() - _parameter_ids(holders):
-        _seen.update(_torch_distributed.live_modules((kind,)))
+        _seen.update(_torch_distributed.live_modules(kind))
         holders = _holding(list(_seen), kind, wanted)
     roots = sorted(_outermost(holders), key=lambda module: _first_position(module, wanted))
     return [module for root in roots for module in root.modules() if isinstance(module, kind)]
@@ -48,7 +48,7 @@ def _first_position(module: torch.nn.Module, wanted: dict[int, int]) -> int:
 
 
 def _holding(
-    modules: list[torch.nn.Module], kind: type, wanted: dict[int, int]
+    modules: list[torch.nn.Module], kind: tuple[type, ...], wanted: dict[int, int]
 ) -> list[torch.nn.Module]:
     return [
         module

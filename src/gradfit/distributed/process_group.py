@@ -95,7 +95,8 @@ class Group:
         """Write down why this process may not come to the next meeting; read only if it does
         not.
         """
-        self._write(f"{type(error).__name__}: {error}".split("\n")[0][:500])
+        text = str(error).split("\n")[0]
+        self._write(f"{type(error).__name__}{': ' if text else ''}{text}"[:500])
 
     def explain(self, error: RuntimeError, where: str) -> RankFailed:
         """Who did not come, and what they said."""
@@ -103,10 +104,10 @@ class Group:
         # What failed elsewhere may be written down a moment after it is felt here.
         time.sleep(_PATIENCE_SECONDS)
         said = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
-        first = str(error).split("\n")[0]
+        first = str(error).split("\n")[0].rstrip(".")
         return RankFailed(
-            f"{_who_failed(said, where)}. Rank {self.rank} waited for it: {first} Restart from the"
-            " last saved state."
+            f"{_who_failed(said, where).rstrip('.')}. Rank {self.rank} waited for it: {first}."
+            " Restart from the last saved state."
         )
 
     def _key(self, rank: int) -> str:

@@ -37,16 +37,21 @@ from gradfit.errors import MisuseError, RankFailed
 def all_ranks(tensors: list[Tensor], window: WindowOfProcess) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
     # Here and not above: both are built on this file, and FSDP2 takes 0.6 s to import.
-    from gradfit.distributed.fsdp import Sharded, is_sharded
+    from gradfit.distributed.fsdp import Sharded, fully_sharded_modules, is_sharded
     from gradfit.distributed.replicas import replicas_of
 
     sharded = [is_sharded(tensor) for tensor in tensors]
     if any(sharded):
+        units = fully_sharded_modules(tensors)
         _check_all_sharded(sharded, tensors)
-        return Sharded(tensors, window)
-    modules = modules_of(private.DistributedDataParallel, tensors)
+        return Sharded(units, tensors, window)
+    flat = private.flat_sharding_class()
+    kinds = (private.DistributedDataParallel, *([] if flat is None else [flat]))
+    modules = modules_of(kinds, tensors)
     if not modules:
         return replicas_of(tensors, window) or SINGLE_PROCESS
+    if flat is not None:
+        _check_none_flat(modules, flat)
     return _of_ddp_modules(modules, tensors, window)
 
 
@@ -57,6 +62,15 @@ def _check_all_sharded(sharded: list[bool], tensors: list[Tensor]) -> None:
             f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded,"
             " others are: nobody would add up its gradient over the ranks. Call"
             " fully_shard(model) on the root module too."
+        )
+
+
+def _check_none_flat(modules: list[Any], flat: type) -> None:
+    if any(isinstance(module, flat) for module in modules):
+        raise MisuseError(
+            "The parameters belong to a FullyShardedDataParallel module, which averages over the"
+            " ranks in every backward pass, whatever each rank's rows weigh. Shard the model with"
+            " torch.distributed.fsdp.fully_shard instead, or wrap it in DistributedDataParallel."
         )
 
 

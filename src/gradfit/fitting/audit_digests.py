@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch_distributed import local_part
 from gradfit._torch_listen import unseen
 from gradfit.tape.listener import OperationListener
 from gradfit.tape.operators import info_of
@@ -49,8 +50,10 @@ def _is_dense(value: Any) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a dense tensor's elements, in order, as one row."""
-    content = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """The bits of a dense tensor's elements, in order, as one row; of a sharded one's on this
+    rank.
+    """
+    content = local_part(tensor).detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): with one element any stride counts as contiguous, but only 1 can be seen as
     # bytes.
     return content.as_strided((content.numel(),), (1,)).view(torch.uint8)

@@ -51,7 +51,7 @@ from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.evict import Evictor
-from gradfit.tree import leaves
+from gradfit.tree import leaves, size_of_batch
 
 _VERSION = 1  # of the state's format
 _NOTHING = contextlib.nullcontext()
@@ -244,7 +244,8 @@ class TrainStep(NotCopied):
         `optimizer.zero_grad()`. Calls from several threads wait for each other.
 
         Args:
-            batch: any number of rows; of the kind that `fit` was given.
+            batch: any number of rows; of the kind that `fit` was given. On one of several ranks it
+                may have none: that is `idle()`.
             progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the
                 generators as they were then.
             after_micro_batch: called between two micro-batches; what it raises ends the step, with
@@ -280,12 +281,20 @@ class TrainStep(NotCopied):
                 "The model is in evaluation mode. Call model.train() before step(batch)."
             )
         planner = self._planner
+        if self._may_be_idle(batch):
+            return self.idle()
         begun = planner.time.begin_step()
         try:
             return self._run(batch, planner.rows.begin_step(batch), progress, after_micro_batch)
         finally:
             planner.rows.end_step()
             planner.time.end_step(begun)
+
+    def _may_be_idle(self, batch: Any) -> bool:
+        """Whether the batch has no rows, and other ranks may have some."""
+        if self.accumulator.ranks.size == 1 or self._planner.step.runner.split is not None:
+            return False
+        return size_of_batch(batch) == 0
 
     def _run(
         self,
