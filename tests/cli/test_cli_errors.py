@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradfit.cli import main
+
+TALKS = """
+def talks():
+    import os
+    job, plain = make(), make().loss_fn
+    def loss(model, batch):
+        print("from Python")
+        return plain(model, batch)
+    os.system("echo from a child")
+    job.loss_fn = loss
+    return job
+"""
 
 
 @pytest.mark.parametrize(
@@ -16,8 +30,9 @@ from gradfit.cli import main
         (["train", "gtp"], "no built-in job 'gtp'. Pass one of bert, gpt, resnet, vit"),
         (["plan", "job.py:raises"], "job.py:raises raised RuntimeError: no such data set (job.py:"),
         (["plan", "job.py:nothing"], "job.py has no 'nothing'. It has "),
-        (["plan", "job.py:number"], "is a int"),
-        (["plan", "job.py:returns_a_model"], "returned a Sequential. Return a gradfit.Job."),
+        (["plan", "job.py:number"], "is of type int. Make it a function"),
+        (["plan", "job.py:returns_a_model"], "returned Sequential. Return a gradfit.Job."),
+        (["estimate", "job.py:make", "--hardware", "abacus"], "--hardware='abacus' is not in the"),
         (["plan", "job.py"], "Pass job.py:function"),
         (["plan", "missing.py:make"], "There is no file 'missing.py'"),
         (["plan", "broken.py:make"], "broken.py:make cannot be imported: SyntaxError"),
@@ -47,6 +62,27 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
     with pytest.raises(ValueError, match="no such data set") as caught:
         main(["plan", "job.py:raises", "--debug"])
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_with_json_a_traceback_comes_beside_the_document(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "job.py:raises", "--debug", "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["exit_code"] == 2
+    assert "RuntimeError: no such" in said.err
+
+
+def test_with_json_what_a_job_prints_goes_to_stderr(
+    gradfit: Callable[..., subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    with (folder / "job.py").open("a") as file:
+        file.write(TALKS)
+    done = gradfit("profile", "job.py:talks", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["values"]
+    assert "from Python" in done.stderr
+    assert "from a child" in done.stderr
 
 
 def test_an_infeasible_budget_is_exit_code_3(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def _top(
 
 _EXAMPLES: dict[Callable[..., None], str] = {
     profile: "gradfit profile gpt --report profile.html",
-    plan: "gradfit plan examples/huggingface_job.py:make_job --memory '64 MiB'",
+    plan: "gradfit plan gpt --memory '200 MiB'",
     estimate: "gradfit estimate gpt --hardware t4 --batch-size 512",
     train: "gradfit train gpt --memory '200 MiB' --steps 100 --out runs/gpt",
     audit: "gradfit audit gpt --memory '200 MiB'",
@@ -116,12 +117,17 @@ app.command(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; no exception leaves this, except with --debug. With --json there is one
-    document, always.
+    document on stdout, always.
     """
     whole = list(sys.argv[1:] if arguments is None else arguments)
     given = own_arguments(whole)
     try:
-        with results_at_the_end() if "--json" in given else contextlib.nullcontext():
+        with (
+            # what a script prints is its own
+            results_at_the_end(alone=given[:1] != ["run"])
+            if "--json" in given
+            else contextlib.nullcontext()
+        ):
             code = typer.main.get_command(app).main(
                 whole, prog_name="gradfit", standalone_mode=False
             )
@@ -133,7 +139,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail("Interrupted.", EXIT_INTERRUPTED, given)
     except Exception as error:
         if "--debug" in given:
-            raise
+            if "--json" not in given:
+                raise
+            traceback.print_exc()
         return _explain(error, given)
 
 

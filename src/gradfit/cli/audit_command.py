@@ -35,8 +35,7 @@ def audit(
     """Run a batch plainly and as planned: is the replay bit-identical, and is the gradient the full
     batch's?
 
-    Without --memory: the smallest plan. Ends with exit code 4 if the replay differs, or the parts
-    do not add up.
+    Without --memory: the smallest plan. Exit code 4: the replay differs, or parts do not add up.
     """
     fixed = read_micro_batch(micro_batch)
     work = Work.load(target, batch_size=batch_size, seed=seed, page=report)

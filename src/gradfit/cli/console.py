@@ -56,19 +56,45 @@ def let_go_of_stdout() -> None:
 
 
 @contextlib.contextmanager
-def results_at_the_end() -> Iterator[None]:
+def results_at_the_end(*, alone: bool) -> Iterator[None]:
     """Print results when the block has ended well, and not at all if it fails: then an error is the
     one document.
+
+    Args:
+        alone: what a job prints meanwhile goes to stderr, so that a document is all on stdout.
     """
     global _held
     held: list[str] = []
     _held = held
     try:
-        yield
+        with _prints_on_stderr() if alone else contextlib.nullcontext():
+            yield
     finally:
         _held = None
     for text in held:
         print_result(text)
+
+
+@contextlib.contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """Of this process's Python, of its libraries, and of the processes that it starts."""
+    try:
+        out, error = sys.stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # somebody has put an object in its place
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(out)
+    os.dup2(error, out)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os.dup2(kept, out)
+            os.close(kept)
 
 
 def note(text: str) -> None:

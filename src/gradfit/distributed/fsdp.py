@@ -53,9 +53,9 @@ def fully_sharded_modules(tensors: list[Tensor]) -> list[Any]:
     modules = modules_of((FSDPModule,), tensors)
     if not modules:
         raise MisuseError(
-            "The parameters are DTensors of no fully_shard module, as tensor parallelism alone makes"
-            " them, so it is not known which ranks have rows of their own. Call fully_shard(model)"
-            " over a mesh of those ranks."
+            "The parameters are DTensors of no fully_shard module, as tensor parallelism alone"
+            " makes them, so it is not known which ranks have rows of their own. Call"
+            " fully_shard(model) over a mesh of those ranks."
         )
     return modules
 

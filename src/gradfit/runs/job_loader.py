@@ -40,12 +40,12 @@ def load_target(target: str) -> Job:
 def _job_made_by(function: Any, target: str) -> Job:
     if not callable(function):
         raise TargetError(
-            f"{target} is a {type(function).__name__}. Make it a function that returns a"
+            f"{target} is of type {type(function).__name__}. Make it a function that returns a"
             " gradfit.Job."
         )
     job = _guarded(target, "raised", function)
     if not isinstance(job, Job):
-        raise TargetError(f"{target} returned a {type(job).__name__}. Return a gradfit.Job.")
+        raise TargetError(f"{target} returned {type(job).__name__}. Return a gradfit.Job.")
     return job
 
 
