@@ -20,6 +20,7 @@ from gradfit.report.report_record import Measured, Report
 from gradfit.report.tradeoff import line_of_all, own_line
 from gradfit.runs.batch_stream import Batches
 from gradfit.runs.builtin_jobs import gpt
+from gradfit.units import format_bytes
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -251,6 +252,24 @@ def test_the_page_is_one_small_file_that_refers_to_nothing(report: Report) -> No
         assert heading in text
     assert "The replay is bit-identical; the batch is run in one piece." in text
     assert text.count("<title id=") == text.count("<desc id=") == text.count("<svg")
+
+
+def test_a_page_without_a_plan_is_about_one_batch(report: Report) -> None:
+    rows = 4 * report.profile.batch_size
+    text = render(Report("many rows", report.profile, batch_size=rows))
+    assert f"<dd>{rows} rows</dd>" in text
+    assert text.count(f"plain, batch {rows}<") == 2
+    assert "activations saved, predicted" in text
+    needed = format_bytes(plain_peak_bytes(report.profile, rows))
+    assert f"<dt>plain PyTorch, predicted</dt><dd>{needed}</dd>" in text
+
+
+def test_steps_are_counted_in_whole_numbers(report: Report) -> None:
+    text = render(dataclasses.replace(report, losses=(3.0, 2.0, 2.5, 2.0, 1.5)))
+    loss = text[text.index('id="loss"') : text.index('id="modules"')]
+    marks = re.findall(r'class="tick"[^>]*text-anchor="middle">([^<]*)<', loss)
+    assert marks
+    assert all(mark.isdigit() for mark in marks), marks
 
 
 def test_a_page_without_a_plan_has_no_empty_parts(report: Report) -> None:

@@ -139,7 +139,8 @@ class Work:
         """
         size = plan.batch_size if plan is not None else self.batch_size
         here = environment(self.job.model)
-        report = Report(f"gradfit: {self.target}", profile, plan, environment=here, **more)
+        title = f"gradfit: {self.target}"
+        report = Report(title, profile, plan, size, environment=here, **more)
         if not report.plain_curve:
             report = self._with_plain_curve(report, batch, size)
         if plan is None:

@@ -115,6 +115,8 @@ class _Frame:
         low = 0.0 if chart.y_from_zero else min(ys)
         find = log_ticks if chart.log else ticks
         self.x_ticks = find(min(xs), max(xs), most_x_ticks, binary=chart.x_unit == "bytes")
+        if not chart.x_unit:  # they are counted, and there is none between two
+            self.x_ticks = [tick for tick in self.x_ticks if float(tick).is_integer()]
         self.y_ticks = find(low, max(ys), 6, binary=chart.y_unit == "bytes")
         self._x, self._y = (min(xs), max(xs)), (low, max(ys))
         self._scale: Callable[[float], float] = math.log if chart.log else float

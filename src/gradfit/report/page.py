@@ -64,14 +64,14 @@ def render(report: Report) -> str:
         _section(
             "modules",
             "Memory by module",
-            memory_bars(report.planned_profile, report.plan, "module"),
+            memory_bars(report.planned_profile, report.plan, "module", report.rows),
             "Activations held for the backward pass, predicted. Layers of one stack are taken"
             " together.",
         ),
         _section(
             "lines",
             "Memory by source line",
-            memory_bars(report.planned_profile, report.plan, "source"),
+            memory_bars(report.planned_profile, report.plan, "source", report.rows),
             "The same by the line of code that made them.",
         ),
         _plan(report),
@@ -126,7 +126,9 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _headline(report: Report) -> str:
     profile, plan = report.profile, report.plan
-    facts = _facts_of_profile(profile) if plan is None else _facts_of_plan(report, plan)
+    facts = (
+        _facts_of_profile(profile, report.rows) if plan is None else _facts_of_plan(report, plan)
+    )
     facts.append(("parameters", format_bytes(profile.parameter_bytes)))
     facts += _facts_of_exactness(report)
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
@@ -144,10 +146,10 @@ def _facts_of_exactness(report: Report) -> list[tuple[str, str]]:
     return [("error against the full batch", exactness_tile(report.profile))]
 
 
-def _facts_of_profile(profile: Profile) -> list[tuple[str, str]]:
-    size = profile.batch_size
+def _facts_of_profile(profile: Profile, size: int) -> list[tuple[str, str]]:
+    how = "measured" if size == profile.batch_size else "predicted"
     return [
-        ("activations saved, measured", format_bytes(profile.saved_bytes(size))),
+        (f"activations saved, {how}", format_bytes(profile.saved_bytes(size))),
         ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, size))),
         ("batch", f"{size} rows"),
     ]

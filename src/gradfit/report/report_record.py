@@ -32,6 +32,7 @@ class Report:
     title: str
     profile: Profile
     plan: Plan | None = None
+    batch_size: int | None = None  # rows of a step without a plan; None for those of the profile
     measured: Measured | None = None
     frontier: tuple[Plan, ...] = ()
     same_size: tuple[Plan, ...] = ()  # the trade-off at the plan's own micro-batch
@@ -45,6 +46,13 @@ class Report:
     audit: Any = None  # an AuditReport
     environment: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Of the batch that everything on the page is about."""
+        if self.plan is not None:
+            return self.plan.batch_size
+        return self.batch_size or self.profile.batch_size
 
     @property
     def planned_profile(self) -> Profile:

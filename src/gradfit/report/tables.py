@@ -25,7 +25,7 @@ def fold(module: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", module, count=1) or "(no module)"
 
 
-def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
+def memory_bars(profile: Profile, plan: Plan | None, attribute: str, rows: int) -> str:
     """A table with a bar in each cell: what plain autograd saves of a batch, and what the plan
     keeps.
 
@@ -33,11 +33,11 @@ def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
         profile: Of the step.
         plan: For a column of what it keeps; None for plain autograd alone.
         attribute: What a row is for: "module" or "source", as operations have it.
+        rows: Of the batch.
     """
-    batch = plan.batch_size if plan is not None else profile.batch_size
     places = _Places(profile, attribute)
-    plain, planned = places.bytes_of(saved_values(profile), batch), dict[str, int]()
-    heads = ["module" if attribute == "module" else "source line", f"plain, batch {batch}"]
+    plain, planned = places.bytes_of(saved_values(profile), rows), dict[str, int]()
+    heads = ["module" if attribute == "module" else "source line", f"plain, batch {rows}"]
     if plan is not None:
         planned = places.bytes_of(kept_values(profile, plan), plan.micro_batch)
         heads.append(f"kept by the plan, micro-batch {plan.micro_batch}")
