@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
@@ -31,7 +31,11 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     """
     if math.isnan(p) or p <= 0:
         raise MisuseError(f"p={p!r} is not the order of a norm. Pass 2, 1 or float('inf').")
-    norms = _norms(list(gradients), p)
+    return norm_of(norms_of_each(list(gradients), p), p)
+
+
+def norm_of(norms: Sequence[Tensor], p: float = 2.0) -> Tensor:
+    """The p-norm of parts whose norms these are."""
     if not norms:
         return torch.zeros((), device="cpu")
     widest = reduce(torch.promote_types, [one.dtype for one in norms])
@@ -40,7 +44,8 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     return norm
 
 
-def _norms(gradients: list[Tensor], p: float) -> list[Tensor]:
+def norms_of_each(gradients: list[Tensor], p: float = 2.0) -> list[Tensor]:
+    """The p-norm of each, where it is, in few calls."""
     if _in_one_call(gradients):
         return norms_of(gradients, p, _wide(gradients[0]))
     return [_norm(gradient, p) for gradient in gradients]

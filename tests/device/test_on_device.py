@@ -281,6 +281,44 @@ def waits_since(sim: Any, before: dict[str, int]) -> int:
     return after["reads"] - before["reads"] + after["waits"] - before["waits"]
 
 
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, rows: int) -> float:
+    """A plain loop's step: whole, or in parts that are weighted by their rows."""
+    if rows == len(batch[0]):
+        loss = mean_loss(model, batch)
+        loss.backward()
+        total = loss.detach()
+    else:
+        total = torch.zeros(())
+        for part in zip(*(tensor.split(rows) for tensor in batch), strict=True):
+            loss = mean_loss(model, part) * (rows / len(batch[0]))
+            loss.backward()
+            total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total.item()
+
+
+@pytest.mark.parametrize(("rows", "more"), [(16, 2), (4, 0), (1, -40)])
+def test_a_step_launches_few_kernels_more_than_the_loop_by_hand(
+    sim: Any, rows: int, more: int
+) -> None:
+    """For a whole batch a copy to go back to and the norms, of all parameters together; of parts
+    the weight is their gradient's first number, so that each has some fewer.
+    """
+    batch = a_batch(16, 8)
+    models = [network(8, 2) for _ in range(2)]
+    plain, fitted = (torch.optim.AdamW(model.parameters()) for model in models)
+    step = gf.fit(models[1], fitted, mean_loss, batch, memory="256 MiB", micro_batch=rows)
+    assert step.plan.keeps_everything
+    kernels = []
+    for run in (lambda: by_hand(models[0], plain, batch, rows), lambda: step(batch)):
+        for _ in range(3):  # the first ones make the optimizer's state, and are watched
+            before = sim.counters()["kernels"]
+            run()
+        kernels.append(sim.counters()["kernels"] - before)
+    assert kernels[1] - kernels[0] <= more, kernels
+
+
 def test_a_step_returns_while_its_update_runs(sim: Any) -> None:
     """What is read was launched before the update, and nobody waits for what comes after it."""
     model, batch = network(16, 1), a_batch(16, 16)

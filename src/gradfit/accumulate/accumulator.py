@@ -309,6 +309,15 @@ class GradientAccumulator(NotCopied):
         else:
             self._backward_one(loss, weight, reduction, coefficients)
 
+    def backward_times(self, times: Tensor, loss: Tensor, weight: Number) -> None:
+        """As `backward(times * loss, weight, "sum")`, for a number on the loss's device: its
+        gradient begins with that number, so that nothing is multiplied forth and back.
+        """
+        with self.window.turn:
+            self._begin()
+            self._passes.backward(loss, weight, "sum", times)
+            finalise_by_itself(self.window)
+
     def _backward_usual(self, loss: Any, weight: Any, reduction: str) -> bool:
         """The short way; False if anything about this pass, or its window, is not usual."""
         if type(weight) is not int or not 0 < weight < _USUAL_WEIGHT or reduction != "mean":
@@ -491,6 +500,11 @@ class GradientAccumulator(NotCopied):
         For `fit`'s steps, which have a copy of what the optimizer changes.
         """
         return self._update.may_step_unread()
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether an update clips by the norm of all gradients."""
+        return self._update.max_norm is not None
 
     def _finish_until_all_flush(self) -> StepResult:
         result = self._update.finish(flushing=True)

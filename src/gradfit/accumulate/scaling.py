@@ -115,13 +115,6 @@ def _norm(gradients: list[Tensor]) -> float:
     return math.hypot(*[one.item() for one in norms])
 
 
-def norm_on_device(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients together, not read yet; infinite also where only the squares have
-    overflowed.
-    """
-    return total_norm(gradients)
-
-
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that there are."""
     return [one for tensor in tensors if (one := tensor.grad) is not None]

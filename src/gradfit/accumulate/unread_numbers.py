@@ -23,8 +23,8 @@ class UnreadNumbers:
 
     factor: float | Tensor
     """What makes its sums a mean."""
-    norm: Tensor
-    """Of the sums."""
+    norm: Tensor | None
+    """Of the sums; None if nobody clips by it."""
     read: Callable[[], float]
     """Settles the window's numbers, and gives the norm of the sums. Raises if the update must be
     taken back.
@@ -43,5 +43,6 @@ class UnreadNumbers:
                 _torch.multiply_all([*gradients], factor)
 
     def _clipped(self, max_norm: float) -> Tensor:
+        assert self.norm is not None
         norm = self.norm.to(torch.float64) * self.factor
         return torch.where(norm > max_norm, max_norm / norm, 1.0) * self.factor

@@ -42,7 +42,10 @@ class UsualPass(ShortWay):
         assert self._total.divisor is not None
         self._divisor = self._total.divisor
         self._weight, self._dtype, self._device = weight, loss.dtype, loss.device
-        self._initial = self._initial_for(loss, weight / self._divisor)
+        self._initial = self._initial_of(loss) if loss.is_cpu else None
+
+    def _initial_of(self, loss: Tensor) -> Tensor:
+        return self._initial_for(loss, self._weight / self._divisor)
 
     def backward(self, window: Window, loss: Tensor, weight: Number) -> bool:
         """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long
@@ -56,11 +59,13 @@ class UsualPass(ShortWay):
             return False
         if not (self._begins(window, loss, weight) if begins else self._continues(loss, weight)):
             return False
-        total = self._total
+        total, initial = self._total, self._initial
+        if initial is None:  # on an accelerator, for each pass its own
+            initial = self._initial_of(loss)
         window.in_doubt, window.marks = True, None
         try:
             OWN_PASSES[thread] = window.plain.token
-            run_backward(loss, self._initial, False)
+            run_backward(loss, initial, False)
         except BaseException as error:
             window.break_off()
             window.ranks.failed(error)

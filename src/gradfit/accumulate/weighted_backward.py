@@ -50,9 +50,11 @@ class Backpropagator:
         self._settles = scaler is None and not self.can_take_back and window.optimizer is not None
         self._initial: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
 
-    def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
-        """One loss, the mean over `weight` items or their sum; what a loss without weight reaches
-        has zeros.
+    def backward(
+        self, loss: Tensor | None, weight: Number, reduction: str, times: Tensor | None = None
+    ) -> None:
+        """One loss, the mean over `weight` items or their sum, multiplied by `times`; what a loss
+        without weight reaches has zeros.
         """
         window, transaction = self.window, self.window.transaction
         if not weight:
@@ -61,24 +63,29 @@ class Backpropagator:
             take_marks(window)
             return
         assert loss is not None
+        if transaction is None and not self.isolate:
+            self._backward_into_sums(loss, weight, reduction, times)
+            return
+        loss = loss if times is None else loss * times
         if transaction is not None:
             self._backward_into(transaction, loss, weight, reduction)
-        elif self.isolate:
-            self._backward_apart(loss, weight, reduction)
         else:
-            self._backward_into_sums(loss, weight, reduction)
+            self._backward_apart(loss, weight, reduction)
 
-    def _backward_into_sums(self, loss: Tensor, weight: Number, reduction: str) -> None:
+    def _backward_into_sums(
+        self, loss: Tensor, weight: Number, reduction: str, times: Tensor | None
+    ) -> None:
         window = self.window
         divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
         if self.can_take_back:
             factor *= self._rescale()
             if self._is_rounded(factor):
+                loss = loss if times is None else loss * times
                 self._backward_apart(loss, weight, reduction)
                 return
         window.in_doubt, window.marks = True, None
-        self._run(loss, factor)
+        self._run(loss, factor, times=times)
         with window.lock:
             add(window, weight)
             if self._is_only_pass:
@@ -188,11 +195,18 @@ class Backpropagator:
         take_marks(window)
         window.in_doubt = False
 
-    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
-        """One pass with a factor, which is the loss's own gradient."""
+    def _run(
+        self,
+        loss: Tensor,
+        factor: float,
+        retain_graph: bool = False,
+        *,
+        times: Tensor | None = None,
+    ) -> None:
+        """One pass with a factor, which is the loss's own gradient; `times` another one."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        initial = self._initial_for(loss, factor)
+        initial = self._initial_for(loss, factor) if times is None else _times(times, factor, loss)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = owner_of(thread) is None
         try:
@@ -379,6 +393,14 @@ def _separate_gradients(tensors: Sequence[Any], sums: dict[int, Tensor]) -> Iter
             if tensor.grad is not None:
                 sums[position] = tensor.grad
             tensor.grad = gradient
+
+
+def _times(number: Tensor, factor: float, loss: Tensor) -> Tensor:
+    """The gradient that `loss` gets from `factor` times the loss times `number`: its bits, too."""
+    wide = torch.promote_types(number.dtype, loss.dtype)
+    with torch.no_grad():
+        number = number.to(wide) if factor == 1.0 else number.to(wide) * factor
+        return number.to(loss.dtype).reshape(loss.shape)
 
 
 def _run_engine(loss: Tensor, initial: Tensor, retain_graph: bool) -> None:

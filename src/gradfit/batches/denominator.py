@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,6 +62,8 @@ class Term:
     """
     is_sum: bool = False
     """The reduction has not divided."""
+    is_counted: bool = False
+    """`count` is one: it has no sign."""
 
     def __str__(self) -> str:
         if self.count is None:
@@ -90,6 +92,8 @@ class Term:
         `divisor`.
         """
         quotient = _quotient(_or_1(self.count), self.scale)
+        if self.is_counted and quotient is self.count:
+            return quotient  # one kernel less on an accelerator
         return quotient.abs() if isinstance(quotient, Tensor) else abs(quotient)
 
 
@@ -400,7 +404,8 @@ def reductions_below(node: Any) -> Iterator[Any]:
 def _nll_loss(path: _GraphPath) -> _Reached:
     if path.node._saved_reduction != _MEAN:
         return path.sum("nll_loss")
-    return path.mean(_number(path.node._saved_total_weight), "nll_loss")
+    term = path.mean(_number(path.node._saved_total_weight), "nll_loss")
+    return replace(term, is_counted=path.node._saved_weight is None)
 
 
 @_rule(

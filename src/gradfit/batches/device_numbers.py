@@ -9,7 +9,7 @@ are looked at sends them all: then only what was launched before is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -39,10 +39,22 @@ class DeviceNumbers:
             return value
         if value.device.type == "cpu":
             return value.item()
+        return NumberPlace(value.device, self._queue_of(value).add(value))
+
+    def add_together(self, values: Iterable[Tensor]) -> list[Any]:
+        """Take several that are there at once: they go to the host together, however many."""
+        return [
+            value.item()
+            if value.is_cpu
+            else NumberPlace(value.device, self._queue_of(value).add(value, most=None))
+            for value in values
+        ]
+
+    def _queue_of(self, value: Tensor) -> _Queue:
         queue = self._queues.get(value.device)
         if queue is None:
             queue = self._queues[value.device] = _Queue()
-        return NumberPlace(value.device, queue.add(value))
+        return queue
 
     def send(self) -> None:
         """Let all that were added go to the host, where no more will be: nobody waits for what is
@@ -71,8 +83,8 @@ class _Queue:
         self._arrived: torch.Event | None = None  # where all were sent
         self._count = 0
 
-    def add(self, value: Tensor) -> int:
-        if len(self._waiting) == MOST_WAITING:
+    def add(self, value: Tensor, most: int | None = MOST_WAITING) -> int:
+        if most is not None and len(self._waiting) >= most:
             self._send_waiting()
         self._waiting.append(value.detach().reshape(()))
         self._count += 1
@@ -117,11 +129,15 @@ class _Queue:
 
 
 def _in_one_vector(kinds: Sequence[list[Tensor]]) -> Tensor:
-    """In double precision if they are of several types: that holds every float32 and every count;
-    Apple's devices have none.
+    """In double precision if they are of several types: that holds every float32 and every
+    count.
     """
     with torch.no_grad():
         if len(kinds) == 1:
             return torch.stack(kinds[0])
-        wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
-        return torch.cat([torch.stack(kind).to(wide) for kind in kinds])
+        return torch.cat([torch.stack(kind).to(widest_on(kind[0].device)) for kind in kinds])
+
+
+def widest_on(device: torch.device) -> torch.dtype:
+    """The widest numbers that it has; Apple's devices have no double precision."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradfit.batches.denominator import Denominator, Number, Term
-from gradfit.batches.device_numbers import DeviceNumbers
+from gradfit.batches.device_numbers import MOST_WAITING, DeviceNumbers, widest_on
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import BatchWeights, Weight
 
@@ -34,6 +34,8 @@ class Backpropagated(NamedTuple):
     loss: Tensor
     weight: Number
     reduction: str
+    times: Tensor | None = None
+    """By what the loss is multiplied: its own gradient begins with it."""
 
 
 class _Taken(NamedTuple):
@@ -61,12 +63,11 @@ class LateWeights:
         self._taken: list[_Taken] = []
         self._numbers = DeviceNumbers()
         self._last: list[Any] = []  # places of what is read beside the parts
-        self.total: Number = 0
-        """What all parts of several weigh together, perhaps on their device, if it is as it seems
-        before the numbers are read.
-        """
-        self.read_total = 0.0
-        """The same, read."""
+        # what all parts of several weigh together, if it is as it seems before numbers are read:
+        # numbers, and what is on a device, which is added up at the end
+        self._known_total: int | float = 0
+        self._to_add_up: list[Tensor] = []
+        self._weight_places: list[Any] = []
 
     def take(self, part: PartLoss) -> Backpropagated:
         """What to backpropagate for this part. Nothing is read from its device."""
@@ -97,9 +98,28 @@ class LateWeights:
         """In double precision, as numbers that were read are added up."""
         if self._whole:
             return
-        if isinstance(weight, Tensor):
-            weight = weight.item() if weight.is_cpu else weight.detach().to(torch.float64)
-        self.total = self.total + weight
+        if not isinstance(weight, Tensor) or weight.is_cpu:
+            self._known_total += weight.item() if isinstance(weight, Tensor) else weight
+            return
+        self._weight_places.append(self._numbers.add(weight))
+        if len(self._to_add_up) == MOST_WAITING:
+            self._to_add_up = [_added_up(self._to_add_up)]
+        self._to_add_up.append(weight.detach().reshape(()))
+
+    @property
+    def total(self) -> Number:
+        """What all parts of several weigh together, perhaps on their device, if it is as it seems
+        before the numbers are read.
+        """
+        if not self._to_add_up:
+            return self._known_total
+        total = _added_up(self._to_add_up)
+        return total + self._known_total if self._known_total else total
+
+    @property
+    def read_total(self) -> float:
+        """The same, when the numbers are read."""
+        return self._known_total + sum(map(self._numbers.of, self._weight_places))
 
     def _by_divisor(self, part: PartLoss, read: Denominator) -> Backpropagated:
         divisor = self._weights.adding_divisor(read)
@@ -122,16 +142,18 @@ class LateWeights:
     def _mean_over(self, part: PartLoss, divisor: Tensor) -> Backpropagated:
         if self._whole:
             return Backpropagated(part.loss, part.rows, "mean")
-        return Backpropagated(part.loss * divisor, part.rows, "sum")
+        return Backpropagated(part.loss, part.rows, "sum", divisor)
 
-    def send(self, *others: Tensor) -> None:
+    def send(self, others: Sequence[Tensor]) -> None:
         """No more parts come: all numbers go to the host, with those of `others`, and `read` waits
         for nothing that is launched from here on.
         """
-        self._add_last(others)
+        self._last = self._numbers.add_together(others)
         self._numbers.send()
 
-    def read(self, *others: Tensor) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
+    def read(
+        self, others: Sequence[Tensor] = ()
+    ) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
         """All parts and what they weigh, as numbers, and the numbers of `others`, of these or of
         those that were sent; one copy from each device.
 
@@ -139,16 +161,10 @@ class LateWeights:
             MisuseError: what the parts were divided by does not go together.
             ReadEach: a part of several has no items, so its gradient should not be there.
         """
-        total, *places = self._last or self._add_last(others)
+        places = self._last or self._numbers.add_together(others)
         self._numbers.read()
-        self.read_total = self._numbers.of(total)
         weighed = [self._weigh(taken) for taken in self._taken]
         return weighed, [self._numbers.of(place) for place in places]
-
-    def _add_last(self, others: Sequence[Tensor]) -> list[Any]:
-        """The places of what all parts weigh together, and of `others`."""
-        self._last = [self._numbers.add(one) for one in (self.total, *others)]
-        return self._last
 
     def _weigh(self, taken: _Taken) -> tuple[PartLoss, Weight]:
         part = self._read_part(taken)
@@ -174,3 +190,12 @@ class LateWeights:
             for count, scale, term in taken.terms
         )
         return Denominator(tuple(terms), taken.unknown)
+
+
+def _added_up(numbers: Sequence[Tensor]) -> Tensor:
+    """The sum of scalars of one device, in double precision where that has it: two kernels if they
+    are of one type, however many they are.
+    """
+    wide = widest_on(numbers[0].device)
+    alike = len({one.dtype for one in numbers}) == 1
+    return torch.stack([one if alike else one.to(wide) for one in numbers]).sum(dtype=wide)

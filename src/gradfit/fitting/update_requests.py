@@ -20,10 +20,11 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_memory_history import RequestHistory, Requests
-from gradfit.accumulate.scaling import norm_on_device
+from gradfit.batches.device_numbers import DeviceNumbers
 from gradfit.batches.model_tree import ModelTree
 from gradfit.devices import free_cached_memory
 from gradfit.fitting.grouped_step import GroupedStep
+from gradfit.norms import norms_of_each
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import probe_of_all
 
@@ -245,15 +246,18 @@ def _step(
     stand_ins: list[torch.nn.Parameter],
     history: RequestHistory,
 ) -> int:
-    """As in a step: the norm is still there when the optimizer works. Gives how many requests were
-    the norm's.
+    """As in a step: the norms are still there when the optimizer works. Gives how many requests
+    were theirs.
     """
     with torch.no_grad():
-        norm = norm_on_device([one.grad for one in stand_ins if one.grad is not None])
+        norms = norms_of_each([one.grad for one in stand_ins if one.grad is not None])
+        numbers = DeviceNumbers()
+        numbers.add_together(norms)
+        numbers.send()
         end = history.so_far()
         with GroupedStep(probe, groups) if groups else contextlib.nullcontext():
             probe.step()
-        del norm
+        del norms
     return end
 
 

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.batches.denominator import Denominator
 from gradfit.batches.late_weights import LateWeights, ReadEach
@@ -23,6 +22,7 @@ from gradfit.batches.runner import Part
 from gradfit.batches.totals import LossTotals
 from gradfit.batches.weights import BatchWeights
 from gradfit.fitting.batch_rows import BatchRows
+from gradfit.norms import norm_of, norms_of_each
 
 
 class WeighedParts:
@@ -66,7 +66,11 @@ class WeighedParts:
         if position == self._first and self._may_weigh_late(part.loss):
             self._late = LateWeights(self._weights, whole=self._is_whole)
         if self._late is not None:
-            self._accumulator.backward(*self._late.take(part))
+            late = self._late.take(part)
+            if late.times is None:
+                self._accumulator.backward(late.loss, late.weight, late.reduction)
+            else:
+                self._accumulator.backward_times(late.times, late.loss, late.weight)
             return
         weight = self._weights.of(part, divisor)
         self._totals.add(part, weight)
@@ -104,7 +108,7 @@ class WeighedParts:
         put them where they are looked for.
         """
         if self._late is not None:
-            self._settle(self._late, self._norm())
+            self._settle(self._late, self._norms())
 
     def unread(self) -> UnreadNumbers | None:
         """What the update can be launched with before the numbers are read; None if they must be
@@ -112,9 +116,11 @@ class WeighedParts:
         """
         if self._late is None or not self._is_on_one_device():
             return None
-        late, norm, divisor = self._late, self._norm(), self._accumulator.window.state.main.divisor
+        late, norms = self._late, self._norms()
+        divisor = self._accumulator.window.state.main.divisor
         factor = 1.0 if self._is_whole or divisor is None else divisor / late.total
-        late.send(norm)  # so that the update is not waited for
+        late.send(norms)  # so that the update is not waited for
+        norm = norms[0] if self._accumulator.clips_by_norm else None
         return UnreadNumbers(factor, norm, partial(self._settle_launched, late))
 
     def _is_on_one_device(self) -> bool:
@@ -128,13 +134,20 @@ class WeighedParts:
         tensors = self._accumulator.window.tensors
         return [one for tensor in tensors if (one := tensor.grad) is not None]
 
-    def _norm(self) -> torch.Tensor:
-        return norm_on_device(self._gradients())
+    def _norms(self) -> list[torch.Tensor]:
+        """Of each gradient: with the other numbers they are one copy to the host, which makes one
+        of them. Where the device clips by it, that one.
+        """
+        norms = norms_of_each(self._gradients())
+        return [norm_of(norms)] if self._accumulator.clips_by_norm else norms
 
-    def _settle(self, late: LateWeights, *norm: torch.Tensor) -> float:
-        """Read everything, the norm too if it was not sent; gives what all parts weigh together."""
+    def _settle(self, late: LateWeights, norms: Sequence[torch.Tensor] = ()) -> float:
+        """Read everything, the norms too if they were not sent; gives what all parts weigh
+        together.
+        """
         window = self._accumulator.window
-        weighed, (number,) = late.read(*norm)
+        weighed, numbers = late.read(norms)
+        number = math.hypot(*numbers)
         for part, weight in weighed:
             self._totals.add(part, weight)
         total = sum(float(weight.number) for _, weight in weighed)
