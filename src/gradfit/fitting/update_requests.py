@@ -246,18 +246,16 @@ def _step(
     stand_ins: list[torch.nn.Parameter],
     history: RequestHistory,
 ) -> int:
-    """As in a step: the norms are still there when the optimizer works. Gives how many requests
+    """As in a step: the norms have been sent when the optimizer works. Gives how many requests
     were theirs.
     """
     with torch.no_grad():
-        norms = norms_of_each([one.grad for one in stand_ins if one.grad is not None])
         numbers = DeviceNumbers()
-        numbers.add_together(norms)
+        numbers.add_together(norms_of_each([one.grad for one in stand_ins if one.grad is not None]))
         numbers.send()
         end = history.so_far()
         with GroupedStep(probe, groups) if groups else contextlib.nullcontext():
             probe.step()
-        del norms
     return end
 
 
