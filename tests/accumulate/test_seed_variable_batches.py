@@ -333,4 +333,4 @@ def test_data_loader_follows_the_schedule() -> None:
 def test_a_buffer_of_real_numbers_takes_no_complex_ones() -> None:
     buffer = gf.AccumulationBufferDynamic((2,), 4)
     with pytest.raises(gf.MisuseError, match=r"buffer is torch\.float32\. Pass dtype=torch"):
-        buffer.accumulate(torch.ones(2, dtype=torch.complex64), 0, 2)
+        buffer.accumulate(torch.ones(2, dtype=torch.complex64, device="cpu"), 0, 2)

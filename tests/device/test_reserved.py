@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ from test_on_device import a_batch, mean_loss, network
 from torch import nn
 
 import gradfit as gf
+from gradfit._torch_memory_history import RequestHistory
+from gradfit.fitting import reserved
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord
 from gradfit.fitting.update_requests import UpdateSizes
+from gradfit.planning.allocator import rounded
 from gradfit.profiling.meter import Meter
 
 pytestmark = pytest.mark.on_device
@@ -145,6 +148,74 @@ def attending(dropout: float) -> nn.Module:
 
 def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
+
+
+def class_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    classes = torch.zeros(len(batch) * 24, dtype=torch.int64)
+    return nn.functional.cross_entropy(model(batch).flatten(0, 1), classes)
+
+
+LOSSES = {"AdamW": square_loss, "SGD": class_loss}
+
+
+@pytest.mark.parametrize("optimizer", LOSSES)
+def test_each_request_of_a_step_was_foreseen(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """Sizes, order, and when what was asked for is free again: so whatever segments come of it are
+    those that were predicted.
+    """
+    followed: list[list[Request]] = []
+
+    class Noted(reserved.AllOnPaper):
+        def __init__(self, devices: Any) -> None:
+            super().__init__(devices)
+            self.events: list[Request] = []
+            followed.append(self.events)
+
+        def _follow(self, name: int, nbytes: int, device: int) -> bool:
+            if nbytes < 0 or device == 0:  # and not the host's
+                self.events.append((name, nbytes))
+            return super()._follow(name, nbytes, device)
+
+        def free(self, keep: Container[int] = ()) -> None:
+            self.events += [(name, -1) for name in self._held if name not in keep]
+            super().free(keep)
+
+    monkeypatch.setattr(reserved, "AllOnPaper", Noted)
+    model, batch = attending(0.0), torch.randn(24, 24, 16)
+    stepper = STEPPERS[optimizer](model.parameters())
+    step = gf.fit(
+        model, stepper, LOSSES[optimizer], batch, "4 MiB", micro_batch="whole", reproducible=True
+    )
+    history = RequestHistory([torch.device("sim", 0)])
+    history.begin()
+    try:
+        for _ in range(2):
+            step(batch)
+    finally:
+        asked = [(name, nbytes) for name, nbytes, _ in history.end() or ()]
+    assert in_order(asked) in [in_order(events) for events in followed]
+
+
+Request = tuple[int, int]
+
+
+def in_order(requests: list[Request]) -> list[tuple[int, set[int]]]:
+    """What was asked for, in the allocator's blocks, each with which of those before it were freed
+    since the one before.
+    """
+    numbers: dict[int, int] = {}
+    made: list[tuple[int, set[int]]] = []
+    freed: set[int] = set()
+    for name, nbytes in requests:
+        if nbytes > 0:
+            numbers[name] = len(made)
+            made.append((rounded(nbytes), freed))
+            freed = set()
+        elif nbytes < 0 and name in numbers:
+            freed.add(numbers.pop(name))
+    return made
 
 
 def test_what_others_hold_is_beside_the_budget(sim: Any) -> None:

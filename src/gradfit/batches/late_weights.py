@@ -21,6 +21,9 @@ from gradfit.batches.device_numbers import MOST_WAITING, DeviceNumbers, widest_o
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import BatchWeights, Weight
 
+# of losses: others have no room for sums that are not divided yet
+LATE_TYPES = (torch.float32, torch.float64)
+
 
 class ReadEach(Exception):
     """The batch must be run again, reading each part's numbers when it comes: one without items was

@@ -22,6 +22,8 @@ from gradfit._torch_compile import is_compiled
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.batches.device_numbers import MOST_WAITING
+from gradfit.batches.late_weights import LATE_TYPES, LateWeights
+from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import MicroBatchRunner, Part
 from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.batches.weights import BatchWeights
@@ -164,7 +166,7 @@ class _Trial:
         self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
         self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
         self._rest_bytes = 0  # of the batch, which a trial does not hold
-        self._losses: list[torch.Tensor] = []  # which a step holds until it has read them
+        self._numbers: list[Any] = []  # which a step holds until it has read them
         self._data_reads = LooksAtData()
 
     # -- which micro-batches ----------------------------------------------------------------------
@@ -246,13 +248,27 @@ class _Trial:
         part_loss = self._runner.forward(part, mode)
         if is_compiled(self._model, self._runner.loss_fn):  # else it is as it was measured
             weights.of(part_loss)
-        loss = part_loss.loss
+        loss, times = self._held_to_be_read(part_loss, weights)
         del part_loss
         unrecorded = mode.followed.rest
-        torch.autograd.backward(loss)
-        self._losses.append(loss.detach())
+        torch.autograd.backward(loss, times)
         self._saved_bytes = max(self._saved_bytes, unrecorded.saved_bytes)
         self._asked = max(self._asked, unrecorded.last_rebuilt)
+
+    def _held_to_be_read(
+        self, part_loss: PartLoss, weights: BatchWeights
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What to backpropagate, and what its gradient begins with, if not with 1. The numbers of
+        an accelerator's losses are held, as a step does.
+        """
+        loss = part_loss.loss
+        if loss.is_cpu or loss.dtype not in LATE_TYPES:
+            self._numbers.append(loss.detach())
+            return loss, None
+        late = LateWeights(weights, whole=self._plan.steps == 1)
+        loss, *_, times = late.take(part_loss)
+        self._numbers.append(late)
+        return loss, None if times is None else times.to(loss.dtype).reshape(loss.shape)
 
     def _evict(self, part: Part, limit_bytes: int, beside: int) -> None:
         resident = (self._model, self._optimizer, part.content)
@@ -267,7 +283,7 @@ class _Trial:
     def read_losses(self) -> None:
         """The passes are over, and a step has launched its update."""
         self._record.reading()
-        self._losses.clear()
+        self._numbers.clear()
 
     def tested(self, updates: DeviceUpdates) -> TestedPlan:
         """The plan, with what it took; `updates` says what comes after the passes."""

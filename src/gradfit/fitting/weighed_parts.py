@@ -16,7 +16,7 @@ import torch
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.batches.denominator import Denominator
-from gradfit.batches.late_weights import LateWeights, ReadEach
+from gradfit.batches.late_weights import LATE_TYPES, LateWeights, ReadEach
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import Part
 from gradfit.batches.totals import LossTotals
@@ -96,7 +96,7 @@ class WeighedParts:
         window = self._accumulator.window
         if window.narrow or window.scaler is not None:
             return False
-        return loss.dtype in (torch.float32, torch.float64)
+        return loss.dtype in LATE_TYPES
 
     @property
     def is_late(self) -> bool:
