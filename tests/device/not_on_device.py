@@ -100,8 +100,8 @@ CPU_ALONE: dict[str, str] = {
 }
 
 _ONE_SEGMENT_MORE = (
-    "in some runs one segment was predicted and two reserved; the causes that were found are mended,"
-    " and it was not run often enough since"
+    "in some runs one segment was predicted and two reserved; the causes that were found are"
+    " mended, and it was not run often enough since"
 )
 KNOWN_GAPS: dict[str, str] = {
     "tests/device/test_reserved.py::"

@@ -70,7 +70,7 @@ class WeighedParts:
             if late.times is None:
                 self._accumulator.backward(late.loss, late.weight, late.reduction)
             else:
-                self._accumulator.backward_times(late.times, late.loss, late.weight)
+                self._accumulator.backward_times(late.times, late.loss, part.rows)
             return
         weight = self._weights.of(part, divisor)
         self._totals.add(part, weight)
