@@ -138,6 +138,28 @@ def test_where_the_batch_is_cut_its_rows_are_counted() -> None:
     assert 1 in split.asked
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("sizes", [[40, 60, 30, 50, 20, 10], [30, 60, 20, 40, 10], [9, 9]])
+def test_a_batch_that_is_cut_is_cut_once_and_is_exact(name: str, sizes: list[int]) -> None:
+    split, model = Splitter(), Packed()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    sample = packed([40, 60, 30, 50, 20, 10])
+    step = gf.fit(model, optimizers[0], LOSSES[name], sample, "64 MiB", split=split, micro_batch=2)
+    step(sample)
+    split.asked.clear()
+    result = step(packed(sizes, seed=3))
+    assert (result.weight, result.micro_batches) == (len(sizes), -(-len(sizes) // 2))
+    assert split.asked == ([2, 1] if name == "unread" else [2])  # its rows are what it weighs
+    for batch in (sample, packed(sizes, seed=3)):
+        optimizers[1].zero_grad()
+        mean(plain, batch).backward()
+        optimizers[1].step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_a_batch_without_rows_is_refused() -> None:
     step, _, _ = fitted(summed)
     empty = {name: tensor[:0] for name, tensor in packed([3]).items()}

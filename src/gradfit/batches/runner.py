@@ -92,11 +92,14 @@ class MicroBatchRunner:
         """
         rows = self.rows(batch) if rows is None else rows
         contents = list(self.split(batch, size) if self.split else split_batch(batch, size, rows))
-        if len(contents) == -(-rows // size):
-            counts = [min(size, rows - start) for start in range(0, rows, size)]
-        else:  # a `split` that makes parts of other sizes
-            counts = [*map(self.rows, contents)]
+        counts = self.rows_of_parts(contents, size, rows)
         return [*map(Part, itertools.count(), counts, contents)]
+
+    def rows_of_parts(self, contents: list[Any], size: int, rows: int) -> list[int]:
+        """How many rows each part has of a batch that was cut at this size."""
+        if len(contents) == -(-rows // size):
+            return [min(size, rows - start) for start in range(0, rows, size)]
+        return [*map(self.rows, contents)]  # of a `split` that makes parts of other sizes
 
     def run(self, part: Part, mode: Mode, backward: Callable[[PartLoss], object]) -> None:
         """Both passes of one part; `backward` gets its loss."""

@@ -83,7 +83,7 @@ class BatchWeights:
         may_repeat: bool = False,
     ) -> None:
         self._additivity = additivity if additivity is not None else Additivity("rows")
-        self._rows, self._ranks, self._exact, self._shares = rows, ranks, exact, shares
+        self.rows, self._ranks, self._exact, self._shares = rows, ranks, exact, shares
         self._log_share: float | None = None  # of the part that was scaled last
         self._may_repeat = may_repeat and exact and ranks == 1
         self._first: tuple[float, ...] | None = None
@@ -113,7 +113,15 @@ class BatchWeights:
         roles, over = self._additivity.roles, self._additivity.over
         if over == "sum" and part.rows == 1:
             return False  # where a product may stand for the sum
-        return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
+        return bool(roles) and not is_empty and (part.rows < self.rows or over == "divisor")
+
+    def depends_on_rows(self, part: PartLoss, divisor: Number | None) -> bool:
+        """Whether it must be known exactly how many rows the part and the batch have: nothing else
+        says what the part weighs. `divisor` is its adding one, if it was read.
+        """
+        if self._shares is not None or self._additivity.over == "sum":
+            return True
+        return part.count is None and divisor is None
 
     def adding_divisor(self, read: Denominator) -> Number | None:
         """The divisor that grows with the items; None if there is none, or the terms are not those
@@ -150,7 +158,7 @@ class BatchWeights:
 
     def _share_of_rows(self, part: PartLoss) -> float:
         """All of them together are 1, so that nothing is divided by."""
-        return part.rows / self._rows / self._ranks
+        return part.rows / self.rows / self._ranks
 
     def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
         """What this part weighs, if its terms were divided by these numbers; whether they fit is
@@ -169,7 +177,7 @@ class BatchWeights:
         """Count first if the divisor that grows with the items may be the least that it can be, and
         not their number.
         """
-        if not self._could_be_counted or part.count is not None or part.rows == self._rows:
+        if not self._could_be_counted or part.count is not None or part.rows == self.rows:
             return
         number = float(divisors[self._additivity.roles.index("adds")])
         is_zero = float(part.loss.detach()) == 0.0
@@ -185,7 +193,7 @@ class BatchWeights:
     def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
         read = part.denominator if denominator is None else denominator
-        roles, is_part = self._additivity.roles, part.rows < self._rows
+        roles, is_part = self._additivity.roles, part.rows < self.rows
         if is_part and _was_multiplied_by_0(read, part):
             return ()
         if read is None or len(read.terms) != len(roles) or self._is_sum_now(read):
@@ -221,7 +229,7 @@ class BatchWeights:
     def _refuse_unreadable(self, part: PartLoss, read: Denominator | None) -> None:
         if read is None and part.count is not None and is_made_inside(part.loss):
             return  # its count was found to be right where the same code ran as it was written
-        if self._exact and part.rows < self._rows:
+        if self._exact and part.rows < self.rows:
             raise UnreadableLoss(
                 f"This micro-batch's loss is {read or _UNREAD}; the sample's was"
                 f" {self._additivity.read}. {_NEXT}"

@@ -2,7 +2,8 @@
 
 Where only `split=` knows, rows are counted by cutting the batch into single ones, which may take as
 long as a tenth of a step. So it is not asked before somebody must know: if a cut at the size of a
-plan gives one part, then the batch has at most so many rows, and the step is that part.
+plan gives no more parts than the plan has, then the batch has at most the plan's rows, and the step
+is those parts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradfit.batches.runner import MicroBatchRunner, Part
+from gradfit.planning.plan import Plan
 
 
 class BatchRows:
@@ -23,7 +25,7 @@ class BatchRows:
     def __init__(self, runner: MicroBatchRunner, batch: Any) -> None:
         self._runner, self.batch = runner, batch
         self._exact: int | None = None if runner.split is not None else runner.rows(batch)
-        self._whole: tuple[int, Any] | None = None  # a size, and the one part that a cut gave
+        self._cut: tuple[int, list[Any]] | None = None  # a size, and the parts that it gave
 
     @property
     def is_counted(self) -> bool:
@@ -37,20 +39,28 @@ class BatchRows:
             self._exact = self._runner.rows(self.batch)
         return self._exact
 
-    def at_most(self, size: int | None) -> int:
-        """How many there are, or `size` if a cut into parts of that size gives one."""
-        if self._exact is None and size is not None:
-            parts = list(self._runner.cut(self.batch, size))
-            if len(parts) == 1:
-                self._whole = size, parts[0]
-                return size
+    def at_most(self, plan: Plan | None) -> int:
+        """How many there are; or what a plan is for, if a cut by it gives no more parts."""
+        if self._exact is None and plan is not None:
+            parts = list(self._runner.cut(self.batch, plan.micro_batch))
+            if 0 < len(parts) <= plan.steps:
+                self._cut = plan.micro_batch, parts
+                return min(len(parts) * plan.micro_batch, plan.batch_size)
         return self.exact
 
     def parts(self, size: int) -> list[Part]:
-        """The batch in parts of so many rows; of one that was not counted, `rows` is the size."""
-        if self._exact is None and self._whole is not None and self._whole[0] == size:
-            return [Part(0, size, self._whole[1])]
+        """The batch in parts of so many rows; of one that was not counted, each is said to have
+        all of them.
+        """
+        if self._exact is None and self._cut is not None and self._cut[0] == size:
+            return [Part(place, size, part) for place, part in enumerate(self._cut[1])]
         return self._runner.parts(self.batch, size, self.exact)
+
+    def of_part(self, position: int) -> int:
+        """How many rows a part has that was said to have all."""
+        assert self._cut is not None, "the parts are those of a cut"
+        size, parts = self._cut
+        return self._runner.rows_of_parts(parts, size, self.exact)[position]
 
 
 class RowCounter:

@@ -86,6 +86,17 @@ def covering(plans: Sequence[TestedPlan], shape: Shape, batch_size: int) -> list
     return [one for one in plans if one.plan.batch_size >= batch_size and covers(one.shape, shape)]
 
 
+def fewest_passes(plans: Sequence[TestedPlan], batch_size: int) -> TestedPlan | None:
+    """The one of these plans that a batch is run by: the first; where that keeps everything in
+    several micro-batches, the one with the fewest of those that do.
+    """
+    first = next(iter(plans), None)
+    if first is None or not first.plan.keeps_everything:
+        return first
+    kept = (one for one in plans if one.steady and one.plan.keeps_everything)
+    return min((first, *kept), key=lambda one: -(-batch_size // one.plan.micro_batch))
+
+
 def grown(
     plans: Sequence[TestedPlan], shape: Shape, batch_size: int, limit_bytes: int
 ) -> TestedPlan | None:
@@ -143,6 +154,36 @@ def _kept_in_parts(
                 seen_bytes=0, saved_bytes=None, asked=0, reads_data=True, by_size=True, slack=1.0,
             )  # fmt: skip
     return None
+
+
+def in_larger_parts(
+    tested: TestedPlan, shape: Shape, rows: int, passes_bytes: int, limit_bytes: int, below: int
+) -> TestedPlan | None:
+    """The same in micro-batches as large as hold, by what those of a step have taken: with more
+    rows a micro-batch takes no more than so many times as much. None if that are no fewer of them.
+
+    Args:
+        tested: keeps everything, in small micro-batches, since it was for larger batches.
+        shape: of the step's batch.
+        rows: of that.
+        passes_bytes: the most that its passes have taken.
+        limit_bytes: for all tensors.
+        below: the micro-batch is smaller than this.
+    """
+    plan, profile = tested.plan, tested.profile.updating(tested.plan.update_groups)
+    fixed = _fixed_bytes(profile, plan)
+    growing = max(1, passes_bytes - fixed)
+    most = int(plan.micro_batch * (_ROOM * limit_bytes - fixed) / growing)
+    size = even(rows, max(1, min(most, below - 1, rows)))
+    larger = plain_plan(profile, memory=_ANY, batch_size=rows, micro_batch=size)
+    if larger is None or -(-rows // size) >= -(-rows // plan.micro_batch):
+        return None
+    peak = int(fixed + growing * size / plan.micro_batch)
+    larger = dataclasses.replace(larger, budget_bytes=plan.budget_bytes, peak_bytes=peak)
+    return dataclasses.replace(
+        tested, plan=larger, shape=shape, peak_bytes=peak, seen=False, seen_bytes=0,
+        saved_bytes=None, asked=0, reads_data=True, by_size=True, slack=1.0,
+    )  # fmt: skip
 
 
 class _Growth(NamedTuple):

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradfit.fitting.families import covering, grown, in_smaller_parts, with_slack, within_memory
+from gradfit.fitting.families import (
+    covering,
+    fewest_passes,
+    grown,
+    in_smaller_parts,
+    with_slack,
+    within_memory,
+)
 from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
-from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, keeps_whole_batch
+from gradfit.fitting.tested_plan import Shape, TestedPlan, covers
 from gradfit.profiling.update_groups import may_be_cut
 
 
@@ -42,14 +49,14 @@ class KnownPlans:
     # -- which one serves a batch -----------------------------------------------------------------
 
     def for_larger(self, request: PlanRequest) -> TestedPlan | None:
-        """The first plan that holds, for batches at least as large as this one."""
-        return next(iter(covering(self._holding(), request.shape, request.batch_size)), None)
+        """The plan that holds, for batches at least as large as this one."""
+        larger = covering(self._holding(), request.shape, request.batch_size)
+        return fewest_passes(larger, request.batch_size)
 
-    def most_kept_whole(self, shape: Shape) -> int | None:
-        """Of the plans that keep everything and run a batch of this shape whole, the most rows."""
-        larger = covering(self.all, shape, 0)
-        sizes = [one.plan.batch_size for one in larger if keeps_whole_batch(one.plan)]
-        return max(sizes, default=None)
+    def for_any_rows(self, shape: Shape) -> TestedPlan | None:
+        """The plan for batches of this shape whose rows were not counted."""
+        larger = covering(self._holding(), shape, 0)
+        return fewest_passes(larger, max((one.plan.batch_size for one in larger), default=0))
 
     def grown(self, request: PlanRequest) -> TestedPlan | None:
         """What arithmetic makes of a plan for smaller batches, if that surely holds."""
@@ -118,6 +125,6 @@ def _takes_the_place_of(new: TestedPlan, old: TestedPlan) -> bool:
     """
     if old.by_size and not new.by_size and covers(old.shape, new.shape):
         return True  # it was for the time until then
-    if new.shape != old.shape:
-        return False
+    if new.shape != old.shape or (new.by_size and not old.by_size):
+        return False  # what arithmetic finds comes from what was measured
     return not old.steady or old.plan.operations == new.plan.operations

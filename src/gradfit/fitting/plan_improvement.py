@@ -140,7 +140,9 @@ class PlanImprovement:
         left = self._left_for(tested, request)
         if left is None or left.comparison is not None:
             return False
-        return self._time.has_room_for(left.steps_of_next(tested) * tested.plan.step_seconds)
+        seconds = left.steps_of_next(tested) * tested.plan.step_seconds
+        # a search may take as long as the last one did, however short the steps are
+        return self._time.has_room_for(max(seconds, self._time.plan_seconds))
 
     def look_for_faster(self, tested: TestedPlan, request: PlanRequest) -> None:
         """Try out other plans for these batches; those that hold take turns with this one."""

@@ -13,6 +13,7 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.families import PlanningTime, may_be_slow
 from gradfit.fitting.known_plans import KnownPlans
+from gradfit.fitting.larger_parts import LargerParts
 from gradfit.fitting.plan_finisher import PlanFinisher
 from gradfit.fitting.plan_improvement import PlanImprovement
 from gradfit.fitting.plan_of_part import plan_like_part
@@ -22,7 +23,7 @@ from gradfit.fitting.plans_on_paper import cut_smaller, tighter_plan
 from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.reserved import ReservedMemory
 from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
-from gradfit.fitting.tested_plan import Shape, TestedPlan, shape_of
+from gradfit.fitting.tested_plan import Shape, TestedPlan, keeps_whole_batch, shape_of
 from gradfit.fitting.trial import state_bytes
 from gradfit.planning.api import with_alternatives
 from gradfit.planning.plan import Plan
@@ -65,6 +66,8 @@ class Planner:
         self._finisher = PlanFinisher(step)
         self._known = KnownPlans(step, self.loss)
         self._improvement = PlanImprovement(self._tools, self._known, self._finisher, self.time)
+        self._larger_parts = LargerParts(step, self.rows)
+        self._states: int | None = None  # of the optimizer, after the last measured step
         self._last_served: _Served | None = None
         self._described: tuple[Plan, Plan] | None = None  # the last plan that was asked for
         self.take_up(known)
@@ -95,12 +98,13 @@ class Planner:
     # -- the plan of a batch ----------------------------------------------------------------------
 
     def rows_at_most(self, rows: BatchRows) -> int:
-        """The rows of a batch; or, where they would have to be counted and a plan that keeps
-        everything serves it whole, no more than that one is for.
+        """The rows of a batch; or, where they would have to be counted and a plan serves it, no
+        more than that one is for.
         """
         if rows.is_counted:
             return rows.exact
-        return rows.at_most(self._known.most_kept_whole(self._shape(rows.batch)))
+        larger = self._known.for_any_rows(self._shape(rows.batch))
+        return rows.at_most(None if larger is None else larger.plan)
 
     def serving(self, batch: Any, batch_size: int) -> TestedPlan | None:
         """The plan that `tested_plan` would give, if it was made before and nothing need be
@@ -208,9 +212,12 @@ class Planner:
         if not self._improvement.is_compared(tested):
             return tested
         rows = self.rows.of_step
-        if rows is not None and not rows.is_counted:
-            return tested  # it is served whole, by a plan that keeps everything: none is faster
-        if self._shape(batch) != tested.shape or self.rows.count(batch) != tested.plan.batch_size:
+        is_counted = rows is None or rows.is_counted
+        if not is_counted and keeps_whole_batch(tested.plan):
+            return tested  # none is faster
+        if self._shape(batch) != tested.shape:  # which has in it all sizes, where `split=` cuts
+            return tested
+        if is_counted and self.rows.count(batch) != tested.plan.batch_size:
             return tested
         return self._improvement.took(tested, seconds)
 
@@ -220,19 +227,63 @@ class Planner:
         """
         self._improvement.settle(tested)
 
-    def has_optimizer_state(self, tested: TestedPlan) -> bool:
-        """Whether the optimizer holds by now all that it will hold."""
-        return state_bytes(self.step.optimizer) >= tested.profile.optimizer_bytes
+    def optimizer_bytes(self) -> int:
+        """What the optimizer's state takes by now."""
+        return state_bytes(self.step.optimizer)
+
+    def must_be_measured(self, tested: TestedPlan, batch_bytes: int) -> bool:
+        """Whether a step with a batch of so many bytes must be measured: its peak is not known yet,
+        or tells what else would hold.
+        """
+        if not (tested.seen and tested.steady and batch_bytes <= tested.seen_bytes):
+            return True
+        # a parameter gets its state with its first gradient, and some never have one
+        if self._states not in (None, self._number_of_states()):
+            return True
+        return self._larger_parts.are_to_be_measured(tested)
 
     def stepped(
-        self, tested: TestedPlan, peak_bytes: int, saved_bytes: int, **changes: Any
+        self,
+        tested: TestedPlan,
+        peak_bytes: int,
+        saved_bytes: int,
+        *,
+        held_bytes: int,
+        seen_bytes: int,
+        passes_bytes: int,
     ) -> TestedPlan:
         """Remember what a measured step has taught: its peak, and how much autograd saved of a
         micro-batch. A plan that arithmetic has found may save as much more as there is room for.
+
+        Args:
+            tested: the plan.
+            peak_bytes: of the step.
+            saved_bytes: by autograd, of a micro-batch.
+            held_bytes: by the optimizer's state before the step. What has come in it was no part of
+                its passes, and comes on top in the next one.
+            seen_bytes: of the largest batch so far.
+            passes_bytes: the peak of this step before its update.
         """
+        held_all = held_bytes >= min(self.optimizer_bytes(), tested.profile.optimizer_bytes)
+        changes: dict[str, Any] = {"seen": held_all, "seen_bytes": seen_bytes}
+        self._note_states(tested)
         if tested.by_size and tested.saved_bytes is None and tested.plan.keeps_everything:
             changes["saved_bytes"] = saved_bytes + max(0, self.step.limit_bytes - peak_bytes)
+        larger = self._larger_parts.after_step(tested, passes_bytes) if held_all else None
+        if larger is not None:
+            self._remember(larger)
         return self.replace(tested, peak_bytes=peak_bytes, **changes)
+
+    def _note_states(self, tested: TestedPlan) -> None:
+        """Where there are more states than there were, other plans' peaks are measured again."""
+        known, self._states = self._states, self._number_of_states()
+        if known is not None and known != self._states:
+            for other in self.known:
+                if other is not tested and other.seen:
+                    self.replace(other, seen=False)
+
+    def _number_of_states(self) -> int:
+        return len(getattr(self.step.optimizer, "state", ()))
 
     def replace(self, old: TestedPlan, **changes: Any) -> TestedPlan:
         """Remember what a step has taught about a plan."""
@@ -271,6 +322,7 @@ class Planner:
         """
         self._known.forget(tested)
         request = self._request(batch, self.rows.count(batch))
+        self._larger_parts.did_not_hold(request.shape, tested.plan.micro_batch)
         smaller = self._plan_in_parts(request, below=tested.plan.micro_batch)
         return self._new_plan(request) if smaller is None else smaller
 

@@ -161,6 +161,7 @@ class TrainStep(NotCopied):
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._recovery = Recovery(planner, accumulator.trial)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._passes_bytes = 0  # the peak of the last measured step before its update
         self._grouped: GroupedStep | None = None  # the last step that was run in groups
         self._copy_layout = CopyLayout()  # of what the optimizer changes
         self._tree = ModelTree(model)
@@ -460,10 +461,9 @@ class TrainStep(NotCopied):
 
     def _attempt(self, call: _Call, tested: TestedPlan, attempt: int) -> TrainResult:
         batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
-        if tested.seen and tested.steady and batch_bytes <= tested.seen_bytes:
+        if not self._planner.must_be_measured(tested, batch_bytes):
             return self._update(call, tested, attempt, tested.peak_bytes)
-        # else it comes on top in the next step
-        has_all_state = self._planner.has_optimizer_state(tested)
+        held_bytes = self._planner.optimizer_bytes()
         watching = self._meter_for(tested)
         watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
@@ -472,8 +472,9 @@ class TrainStep(NotCopied):
             self._tested,
             _largest_peak(tested, live),
             self._recovery.saved_bytes,
-            seen=has_all_state,
+            held_bytes=held_bytes,
             seen_bytes=max(batch_bytes, tested.seen_bytes),
+            passes_bytes=self._passes_bytes,
         )
         return result
 
@@ -489,6 +490,7 @@ class TrainStep(NotCopied):
     ) -> TrainResult:
         """All passes and the update; `peak` is what was measured before, or measures it now."""
         totals, weighed = self._run_parts(call, tested)
+        self._passes_bytes = peak.peak_bytes if isinstance(peak, Meter) else 0
         self._changing = UpdateSnapshot(
             call.before.tensors, self.optimizer, taken=tested.copied, layout=self._copy_layout
         )

@@ -52,16 +52,15 @@ class WeighedParts:
         self._accumulator, self._rows, self._first = accumulator, rows, first
         self._is_whole, self._may_wait = len(parts) == 1, may_wait
         self._weights_of, self._totals = weights_of, totals
-        self._weights = weights_of(parts[0].rows if self._is_whole else rows.exact)
+        self._is_counted = rows.is_counted  # else parts are said to have no fewer than they have
+        self._weights = weights_of(sum(part.rows for part in parts))
         self._late: LateWeights | None = None
 
     def backward(self, part: PartLoss, position: int) -> None:
         """Run the backward pass of a part."""
-        divisor = self._divisor_of_uncounted(part)
-        if divisor is None and part.count is None and not self._rows.is_counted:
-            # its rows are what it weighs
-            part = dataclasses.replace(part, rows=self._rows.exact)
-            self._weights = self._weights_of(self._rows.exact)
+        divisor = None if self._is_counted else self._divisor_of_uncounted(part)
+        if not self._is_counted and self._weights.depends_on_rows(part, divisor):
+            part = self._counted(part, position)
         part = self._weights.shared(part, position)
         if position == self._first and self._may_weigh_late(part.loss):
             self._late = LateWeights(self._weights, whole=self._is_whole)
@@ -78,12 +77,18 @@ class WeighedParts:
 
     def _divisor_of_uncounted(self, part: PartLoss) -> Denominator | None:
         """What says how many items a part has whose rows nobody has counted."""
-        if self._rows.is_counted or part.count is not None:
+        if part.count is not None:
             return None
         read = part.denominator
         if read is None or self._weights.adding_divisor(read) is None:
             return None
         return read
+
+    def _counted(self, part: PartLoss, position: int) -> PartLoss:
+        """The part with its own rows, which are what it weighs."""
+        if self._weights.rows != self._rows.exact:
+            self._weights = self._weights_of(self._rows.exact)
+        return dataclasses.replace(part, rows=self._rows.of_part(position))
 
     def _may_weigh_late(self, loss: torch.Tensor) -> bool:
         """Whether the weights can stay on an accelerator until all parts are in."""
