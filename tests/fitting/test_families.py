@@ -218,6 +218,55 @@ class _TwoWays(nn.Module):
         return x
 
 
+def test_more_and_shorter_rows_are_not_cut_for_longer_ones_sake(profiled: list[int]) -> None:
+    """As batches of a token budget: the first of a shape is run in the parts of longer ones."""
+    torch.manual_seed(0)
+    model, reference = _Attention(), _Attention()
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    budget = _peak(model, torch.rand(8, 64, 8)) + 65536
+    step = gf.fit(model, optimizer, _loss, torch.rand(8, 64, 8), memory=budget)
+    before, parts = profiled[0], []
+    for rows, length in [(8, 64), (64, 8), (32, 16), (64, 8), (32, 16), (60, 8), (8, 64), (8, 80)]:
+        x = torch.rand(rows, length, 8)
+        result = step(x)
+        assert result.peak_bytes <= budget
+        parts.append(result.micro_batches)
+        plain.zero_grad()
+        _loss(reference, x).backward()
+        plain.step()
+    # the last is longer than the sample: what was measured of that is still there to reckon with
+    assert parts[1] >= 8
+    assert parts[2] >= 4
+    assert parts[3:7] == [1, 1, 1, 1]
+    assert parts[7] > 1
+    assert profiled[0] == before
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class _Wasteful(_Attention):
+    """Takes far more for more than 20 rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 20:
+            x = x + torch.zeros(len(x), 100_000).sum(1)[:, None, None]
+        return super().forward(x)
+
+
+def test_larger_parts_that_do_not_hold_are_not_tried_again() -> None:
+    torch.manual_seed(0)
+    model = _Wasteful()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = _peak(model, torch.rand(8, 64, 8)) + 65536
+    step = gf.fit(model, optimizer, _loss, torch.rand(8, 64, 8), memory=budget)
+    done = [step(torch.rand(64, 8, 8)) for _ in range(8)]
+    assert all(result.peak_bytes <= budget for result in done)
+    assert any(result.attempts > 1 for result in done)  # it was tried
+    assert all(result.attempts == 1 for result in done[-3:])
+    assert done[-1].micro_batches < done[0].micro_batches
+
+
 def test_where_operations_differ_everything_is_kept_in_parts_until_there_is_time(
     profiled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
