@@ -21,6 +21,7 @@ from gradfit.tree import leaves
 _parameters_of = itemgetter("params")
 _is_trained = attrgetter("requires_grad")
 _NUMBER = (int, float)
+_KNOWN = {torch.Tensor, *UNCHANGING}
 
 
 class UpdateSnapshot:
@@ -68,8 +69,7 @@ class UpdateSnapshot:
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
-        # Not only what is in `state`: some optimizers hold tensors as attributes.
-        held = leaves([self._old_states, dict(vars(self._optimizer))])
+        held = _tensors_of(self._optimizer)
         self._watch = WriteWatch(
             {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
         )
@@ -116,6 +116,18 @@ def _settings_of(group: dict[str, Any]) -> Any:
 
 def _numbers_of(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, _NUMBER)}
+
+
+def _tensors_of(optimizer: Any) -> Iterable[torch.Tensor]:
+    """Those of its state; and of its attributes, which some hold beside it."""
+    states = getattr(optimizer, "state", {})
+    own = {name: one for name, one in vars(optimizer).items() if one is not states}
+    plain = [state for state in states.values() if type(state) is dict]
+    values = [*chain.from_iterable(map(dict.values, plain))]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(plain) == len(states) and all(type(value) in _KNOWN for value in values):
+        return chain(tensors, leaves(own))
+    return leaves([states, own])
 
 
 def _half_stepped(error: BaseException) -> StateError:

@@ -32,33 +32,40 @@ class WriteWatch(DispatchMode):
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._before = [(tensor, memory_of(tensor), version_of(tensor)) for tensor in tensors]
-        self._written: set[int] = set()
+        self._memories = {memory for _, memory, _ in self._before}
+        self._is_written = False  # from then on nobody need look at the others
 
     def wrote(self) -> bool:
         """Whether one of the tensors was written to, or given other memory."""
-        return any(
-            memory in self._written or memory_of(tensor) != memory or version_of(tensor) != version
+        return self._is_written or any(
+            memory_of(tensor) != memory or version_of(tensor) != version
             for tensor, memory, version in self._before
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation. Hot: an optimizer runs a dozen for each parameter."""
         kwargs = kwargs or {}
-        targets = written_by(func, args, kwargs)
+        targets = () if self._is_written else written_by(func, args, kwargs)
         if len(targets) > 1:
-            self._written.update(map(memory_of, targets))
-            return func(*args, **kwargs)
+            self._note(targets)
         try:
             out = func(*args, **kwargs)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or len(written_by(func, args, kwargs)) > 1:
                 raise
             failed = True
         else:
             failed = False
         if failed:  # outside of the handler: the traceback holds what the operation had allocated
             out = _once_more(func, args, kwargs)
-        self._written.update(map(memory_of, targets))
+        if targets:
+            self._note(targets)
         return out
+
+    def _note(self, targets: Iterable[torch.Tensor]) -> None:
+        """These are written to."""
+        if not self._memories.isdisjoint(map(memory_of, targets)):
+            self._is_written = True
 
 
 def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
