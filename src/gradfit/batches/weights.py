@@ -115,13 +115,13 @@ class BatchWeights:
             return False  # where a product may stand for the sum
         return bool(roles) and not is_empty and (part.rows < self.rows or over == "divisor")
 
-    def depends_on_rows(self, part: PartLoss, divisor: Number | None) -> bool:
+    def depends_on_rows(self, part: PartLoss, read: Denominator | None) -> bool:
         """Whether it must be known exactly how many rows the part and the batch have: nothing else
-        says what the part weighs. `divisor` is its adding one, if it was read.
+        says what the part weighs. `read` is what it was divided by, if that tells its items.
         """
         if self._shares is not None or self._additivity.over == "sum":
             return True
-        return part.count is None and divisor is None
+        return part.count is None and read is None
 
     def adding_divisor(self, read: Denominator) -> Number | None:
         """The divisor that grows with the items; None if there is none, or the terms are not those
