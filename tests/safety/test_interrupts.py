@@ -164,6 +164,7 @@ class _CtrlC(weakref.ref):  # type: ignore[type-arg]
     """Ctrl-C that comes while what this refers to dies, and not one line of Python runs."""
 
     __slots__ = ("send",)
+    send: Callable[[], None]
 
 
 class Dies:
