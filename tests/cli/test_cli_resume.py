@@ -66,13 +66,11 @@ def test_a_directory_without_a_run_is_not_resumed(
     for out in ("typo", "empty"):
         assert main(["train", "job.py:make", "--resume", "--out", out, "--steps", "1"]) == 2
         said = capsys.readouterr()
-        assert (
-            f"There is no run in '{out}' to resume. Check --out, or leave out --resume" in said.err
-        )
+        assert f"There is no run in '{folder / out}' to resume. Check --out, or leave" in said.err
         assert said.out == ""
     assert not (folder / "typo").exists()
     assert main(["train", "job.py:make", "--resume", "--steps", "1"]) == 2
-    assert "There is no run in 'runs/job-make' to resume" in capsys.readouterr().err
+    assert f"There is no run in '{folder}/runs/job-make' to resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_two_runs_cannot_have_one_directory(folder: Path) -> None:
                 env=environment(), capture_output=True, text=True, timeout=200, check=False,
             )  # fmt: skip
             assert second.returncode == 2
-            assert "Another run is writing to 'run'" in second.stderr
+            assert f"Another run is writing to '{folder / 'run'}'" in second.stderr
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGINT)

@@ -309,15 +309,6 @@ class GradientAccumulator(NotCopied):
         else:
             self._backward_one(loss, weight, reduction, coefficients)
 
-    def backward_times(self, times: Tensor, loss: Tensor, weight: Number) -> None:
-        """As `backward(times * loss, weight, "sum")`, for a number on the loss's device: its
-        gradient begins with that number, so that nothing is multiplied forth and back.
-        """
-        with self.window.turn:
-            self._begin()
-            self._passes.backward(loss, weight, "sum", times)
-            finalise_by_itself(self.window)
-
     def _backward_usual(self, loss: Any, weight: Any, reduction: str) -> bool:
         """The short way; False if anything about this pass, or its window, is not usual."""
         if type(weight) is not int or not 0 < weight < _USUAL_WEIGHT or reduction != "mean":
@@ -597,6 +588,15 @@ class BareAccumulator(GradientAccumulator):
     """
 
     _window_kind = Window
+
+    def backward_times(self, times: Tensor, loss: Tensor, weight: Number) -> None:
+        """As `backward(times * loss, weight, "sum")`, for a number on the loss's device: its
+        gradient begins with that number, so that nothing is multiplied forth and back.
+        """
+        with self.window.turn:
+            self._begin()
+            self._passes.backward(loss, weight, "sum", times)
+            finalise_by_itself(self.window)
 
 
 _USUAL_WEIGHT = 2**53  # whole numbers below it need no second look

@@ -21,7 +21,7 @@ import torch
 from gradfit._torch import have_no_gradient, is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
-from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.model_tree import ModelTree, joined
@@ -148,7 +148,7 @@ class TrainStep(NotCopied):
         model: torch.nn.Module,
         optimizer: Any,
         loss_fn: LossFunction,
-        accumulator: GradientAccumulator,
+        accumulator: BareAccumulator,
         planner: Planner,
         tested: TestedPlan,
         *,

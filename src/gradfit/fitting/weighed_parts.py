@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.batches.denominator import Denominator
 from gradfit.batches.late_weights import LATE_TYPES, LateWeights, ReadEach
@@ -40,7 +40,7 @@ class WeighedParts:
 
     def __init__(
         self,
-        accumulator: GradientAccumulator,
+        accumulator: BareAccumulator,
         rows: BatchRows,
         parts: Sequence[Part],
         first: int,
