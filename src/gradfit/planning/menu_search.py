@@ -23,17 +23,20 @@ from gradfit.planning.pieces import Piece
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator
 
 
-def with_changed_options(piece: Piece, options: Sequence[Option], evaluations: int) -> list[Option]:
-    """The options that none beats, of these and of what so many changes make of them."""
+def with_changed_options(piece: Piece, options: Sequence[Option], operations: int) -> list[Option]:
+    """The options that none beats, of these and of what changes make of them, until so many
+    operations have been simulated, their replays included.
+    """
     simulator = Simulator(piece.graph)
     search = _ParetoSearch(piece, options)
     while (option := search.next_to_change()) is not None:
         for actions, segments in search.changes(option):
-            if evaluations == 0:
+            if operations <= 0:
                 return search.front
             if search.is_new(actions, segments):
-                evaluations -= 1
-                search.add(evaluate(piece, simulator, actions, segments))
+                changed = evaluate(piece, simulator, actions, segments)
+                operations -= len(changed.replays) + sum(changed.replays)
+                search.add(changed)
     return search.front
 
 

@@ -48,8 +48,9 @@ _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _LONGEST_NESTED = 1500  # operations
 _MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
 _SHORT = 48  # operations up to which a nested piece's options are changed, one place at a time
-_CHANGED = 80_000  # operations simulated for that at most, for each length that pieces have,
-_CHANGED_PER_OPERATION = 320  # and less for a small graph
+_CHANGED = 160_000  # operations simulated for that at most, for each length that pieces have,
+_CHANGED_PER_OPERATION = 640  # and less for a small graph,
+_LARGE = 200  # or for one of more operations, of which the longer pieces take the time
 _LITTLE_ABOVE = 0.03  # of the bytes that a plan may use
 _DROPS = 3  # values that are rebuilt after all, where a nested plan is a little above the budget
 _KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every third
@@ -370,15 +371,16 @@ class FastSolver:
             self._book[place] = self._ways(piece, start, stop, nested=nested)
         found = prune([*others, *options(piece, self._book[place])])
         if is_new and nested and len(piece.graph.op_inputs) <= _SHORT:
-            found = with_changed_options(piece, found, self._changes(piece))
+            found = with_changed_options(piece, found, self._changes())
         own = [option for option in found if not any(option is other for other in others)]
         self._book[place] = [(option.actions, option.segments) for option in own]
         return found
 
-    def _changes(self, piece: Piece) -> int:
-        """How many for a piece: fewer where nothing repeats and there are many to look at."""
-        most = min(_CHANGED, _CHANGED_PER_OPERATION * len(self.graph.op_inputs))
-        return most // (max(8, len(self._mean_seconds)) * len(piece.graph.op_inputs))
+    def _changes(self) -> int:
+        """Operations simulated for a piece: fewer where nothing repeats and many are looked at."""
+        operations = len(self.graph.op_inputs)
+        most = min(_CHANGED_PER_OPERATION * operations, _CHANGED, _CHANGED * _LARGE // operations)
+        return most // max(8, len(self._mean_seconds))
 
     def _ways(self, piece: Piece, start: int, stop: int, *, nested: bool) -> list[Way]:
         units = stop - start
