@@ -26,7 +26,7 @@ from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_begin import begin, notice_use
 from gradfit.accumulate.window_end import finalise
-from gradfit.accumulate.window_marks import require_untouched
+from gradfit.accumulate.window_marks import require_usable
 from gradfit.accumulate.window_members import follow_optimizer, register_all
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import Number, read_callable, read_choice, read_count, read_flag
@@ -482,7 +482,7 @@ class GradientAccumulator(NotCopied):
                 return StepResult(False, "empty window", None, 0, 0, 0)
             follow_optimizer(window)
             if window.state.phase is Phase.FILLING:
-                require_untouched(window)
+                require_usable(window, may_be_cleared=False)
             return self._finish_until_all_flush()
 
     def may_step_unread(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch
 from gradfit.accumulate.marks import claim
 from gradfit.accumulate.window_begin import drop_left, take_up
-from gradfit.accumulate.window_marks import require_untouched, take_marks
+from gradfit.accumulate.window_marks import require_untouched, require_usable, take_marks
 from gradfit.accumulate.window_members import note_parameters
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase
 from gradfit.arguments import Number
@@ -97,7 +97,7 @@ def end_micro_batch(window: Window) -> bool:
     _end_open(window, thread)
     full = not state.is_empty and window.strategy.is_complete(state.micro_batches, window.weight)
     if full:  # else the next pass looks
-        require_untouched(window)
+        require_usable(window, may_be_cleared=False)
     return full
 
 

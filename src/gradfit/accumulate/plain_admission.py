@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradfit.accumulate.counted_micro_batches import add
+from gradfit.accumulate.counted_micro_batches import add, look_for_other_ends
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.plain_backwards import PlainPass
 from gradfit.accumulate.scaled_losses import is_scaled
 from gradfit.accumulate.window_begin import make_ready
 from gradfit.accumulate.window_end import finalise
-from gradfit.accumulate.window_marks import require_untouched
 from gradfit.accumulate.window_members import follow_optimizer
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
@@ -82,10 +81,15 @@ def _require_new_without_gradient(window: Window) -> None:
 def _begin_plain(window: Window) -> None:
     """As `begin`, for a plain pass: gradients that were there before the first one are added to."""
     state, marks = window.state, window.marks
-    if marks is None or state.phase is not Phase.FILLING or state.is_empty:
+    if (
+        marks is None
+        or state.phase is not Phase.FILLING
+        or state.is_empty
+        or not marks.untouched()
+        or window.parameters_written
+        or window.scaler is not None
+    ):
         make_ready(window, plain=True)
-    elif not marks.untouched() or window.parameters_written or window.scaler is not None:
-        require_untouched(window)
     main = window.state.main
     main.divisor = main.divisor or 1.0
 
@@ -95,9 +99,12 @@ def _book_plain(window: Window, one: PlainPass) -> None:
     if one.joins and present is not None and present.plain:
         return
     try:
-        add(window, 1, thread=one.thread)
-        present = window.state.open[one.thread]
-        present.plain += 1
+        if window.is_of_one and present is not None and present.plain:
+            look_for_other_ends(window, present, one.thread)  # one more loss of the micro-batch
+        else:
+            add(window, 1, thread=one.thread)
+            present = window.state.open[one.thread]
+            present.plain += 1
         present.last_plain = one.task
         present.reached.add(one.first)
     except BaseException:  # an interrupt: it may be counted, and will add nothing

@@ -326,7 +326,7 @@ class Update:
             window.require_intact()
             follow_optimizer(window)
             self._require_unscaled()
-            finalise(window)
+            finalise(window, by_hand=True)
 
     def _require_unscaled(self) -> None:
         """Refuse a step by hand with gradients that still carry the loss scale."""

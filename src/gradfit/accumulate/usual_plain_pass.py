@@ -72,6 +72,7 @@ class UsualPlainPass(ShortWay):
             return self.begin_window(window)
         return (
             window.apart is None
+            and not window.is_of_one
             and (window.is_noted or not belongs_to_another(window, self._tensors))
             and self.is_as_left()
         )

@@ -169,6 +169,35 @@ class Window:
         return steps > 0 and self.strategy.is_complete(steps, self.weight)
 
     @property
+    def is_of_one(self) -> bool:
+        """Whether one micro-batch is a window, of an optimizer that is known: then all plain passes
+        of an update are losses of that one, and add up as without an accumulator.
+        """
+        strategy = self.strategy
+        return (
+            self.optimizer is not None
+            and isinstance(strategy, FixedStepCount)
+            and strategy.steps == 1
+        )
+
+    @property
+    def holds_one_mean(self) -> bool:
+        """Whether what is in `.grad` is a mean with nothing left to divide, and is never to be
+        added up with others: the user's, as without an accumulator.
+        """
+        state = self.state
+        return (
+            self.is_of_one
+            and state.phase is FILLING
+            and self.accumulation_steps == 1
+            and bool(state.main.weight)
+            and state.main.factor == 1.0
+            and not state.terms
+            and self.scaler is None
+            and self.ranks is SINGLE_PROCESS
+        )
+
+    @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
         ready = self._look_quietly()

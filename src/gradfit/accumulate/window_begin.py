@@ -10,7 +10,7 @@ from gradfit._torch import have_no_gradient, type_of
 from gradfit.accumulate.gradient_marks import GradientMarks, drop_gradients, is_clear
 from gradfit.accumulate.marks import claim
 from gradfit.accumulate.processes import wrapped_since
-from gradfit.accumulate.window_marks import require_untouched
+from gradfit.accumulate.window_marks import is_dropped, require_untouched
 from gradfit.accumulate.window_members import follow_optimizer, note_parameters
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
@@ -40,6 +40,8 @@ def make_ready(window: Window, *, plain: bool) -> None:
             "The window has ended, and its update has not succeeded yet. Call step() again, or"
             " reset() to drop it."
         )
+    if is_dropped(window):
+        window.count_update(None)
     if window.state.is_empty:
         start(window, plain=plain)
     else:

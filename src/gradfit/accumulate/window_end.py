@@ -10,7 +10,7 @@ import torch
 from gradfit.accumulate.counted_micro_batches import note_end
 from gradfit.accumulate.processes import AllParts, present_in
 from gradfit.accumulate.scaling import scale_gradients
-from gradfit.accumulate.window_marks import require_untouched, take_marks_of_tensors
+from gradfit.accumulate.window_marks import require_usable, take_marks_of_tensors
 from gradfit.accumulate.window_members import look_for_others
 from gradfit.accumulate.window_state import Phase, WindowState
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from gradfit.accumulate.window import Window
 
 
-def finalise(window: Window, *, asked: bool = True) -> None:
+def finalise(window: Window, *, asked: bool = True, by_hand: bool = False) -> None:
     """Make `.grad` the mean over the window, once. Nobody else may add to it meanwhile.
 
-    Not `asked`: a pass has ended this moment, and its gradients were marked.
+    Not `asked`: a pass has ended this moment, and its gradients were marked. `by_hand`: the user
+    steps the optimizer.
     """
     state = window.state
     if state.phase is Phase.FILLING and asked:
-        require_untouched(window)
+        require_usable(window, may_be_cleared=by_hand)
         look_for_others(window)
     window.settled = None
     if asked:

@@ -56,6 +56,30 @@ def require_untouched(window: Window) -> None:
     window.require_intact()
 
 
+def require_usable(window: Window, *, may_be_cleared: bool) -> None:
+    """Before the window ends: as `require_untouched`, but gradients that are a mean already are the
+    user's to clip, to replace, or to clear where that is expected.
+    """
+    marks = window.marks
+    if (
+        marks is not None
+        and window.holds_one_mean
+        and not marks.untouched()
+        and (may_be_cleared or marks.touch() is not Touch.CLEARED)
+    ):
+        take_marks(window)
+        return
+    require_untouched(window)
+
+
+def is_dropped(window: Window) -> bool:
+    """Whether the user has cleared gradients that were a mean already, as plain loops drop those
+    that they will not use.
+    """
+    marks = window.marks
+    return marks is not None and window.holds_one_mean and marks.touch() is Touch.CLEARED
+
+
 def _is_unscaled_since(window: Window) -> bool:
     """Whether the scaler has unscaled the gradients since they were marked."""
     before = window.state.unscaled_before
