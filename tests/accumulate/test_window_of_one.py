@@ -92,12 +92,27 @@ def sharpness_aware(
         optimizer.zero_grad()
 
 
+def through_another_model(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer, batches: list[Tensor]
+) -> None:
+    """A generator's losses go through a discriminator, which clears its gradients at the top."""
+    made = nn.Parameter(torch.ones(6, 4))
+    for x in batches:
+        model.zero_grad()
+        loss(model, x).backward()
+        loss(model, made.detach()).backward()
+        optimizer.step()
+        loss(model, made).backward()
+        loss(model, 2 * made).backward()
+
+
 LOOPS = [
     clipped,
     with_other_gradients,
     first_layer_left_out,
     some_batches_left_out,
     two_losses,
+    through_another_model,
     sharpness_aware,
 ]
 
@@ -174,6 +189,25 @@ def test_stepping_an_accumulator_with_cleared_gradients_is_refused() -> None:
     optimizer.zero_grad()
     with pytest.raises(gf.MisuseError, match=r"zero_grad\(\) only after a step"):
         accumulator.step()
+
+
+def test_used_gradients_must_be_cleared_before_the_next_step() -> None:
+    model = new_model()
+    optimizer, x = with_momentum(model), torch.randn(6, 4)
+    accumulator = gf.GradientAccumulator(optimizer, steps=1)
+    for _ in range(2):
+        loss(model, x).backward()
+        if not accumulator.windows:
+            optimizer.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in (optimizer.step, accumulator.step, accumulator.flush, accumulator.state_dict):
+        with pytest.raises(gf.MisuseError, match="from before this window"):
+            step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, parameter)
+    optimizer.zero_grad()
+    loss(model, x).backward()
+    optimizer.step()
 
 
 def test_a_mean_that_was_changed_takes_no_further_weights() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradfit.accumulate.loss_arguments import read_weight
 from gradfit.accumulate.window_begin import notice_use, start
-from gradfit.accumulate.window_marks import require_untouched, take_marks, take_marks_of_tensors
+from gradfit.accumulate.window_marks import require_usable, take_marks, take_marks_of_tensors
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
 from gradfit.arguments import read_count
 from gradfit.errors import StateError
@@ -34,7 +34,7 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
     window.require_intact()
     notice_use(window)
     if window.state.phase is Phase.FILLING and not window.state.is_empty:
-        require_untouched(window)
+        require_usable(window, may_be_cleared=False)
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, list[int]] = {}
     for name, gradient in _gradients_of(window):

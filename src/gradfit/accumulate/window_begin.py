@@ -10,7 +10,7 @@ from gradfit._torch import have_no_gradient, type_of
 from gradfit.accumulate.gradient_marks import GradientMarks, drop_gradients, is_clear
 from gradfit.accumulate.marks import claim
 from gradfit.accumulate.processes import wrapped_since
-from gradfit.accumulate.window_marks import is_dropped, require_untouched
+from gradfit.accumulate.window_marks import STILL_THERE, is_dropped, require_untouched
 from gradfit.accumulate.window_members import follow_optimizer, note_parameters
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
@@ -59,9 +59,11 @@ def start(window: Window, *, plain: bool = False) -> None:
         _require_not_wrapped(window)
     claim(window, window.tensors)
     drop_left(window)
+    are_used = False
     if not have_no_gradient(window.sources):
-        _see_to_earlier(window, plain)
+        are_used = _see_to_earlier(window, plain)
     start_clear(window)
+    window.state.on_used_gradients = are_used
 
 
 def _require_not_wrapped(window: Window) -> None:
@@ -72,15 +74,20 @@ def _require_not_wrapped(window: Window) -> None:
     window.may_be_wrapped_later = False
 
 
-def _see_to_earlier(window: Window, plain: bool) -> None:
-    """There are gradients from before this window: drop them, add to them, or refuse to."""
+def _see_to_earlier(window: Window, plain: bool) -> bool:
+    """There are gradients from before this window: drop them, add to them, or refuse to. Gives
+    whether they must be cleared before an update.
+
+    A generator's losses go through a discriminator whose loop clears its gradients later, at its
+    top: that is refused only if it steps with them.
+    """
     if window.bare:
         drop_gradients(window.sources)
     elif not (_may_add_to_earlier(window, plain) or _are_clear(window)):
-        raise MisuseError(
-            "There are gradients in `.grad` from before this window. Call"
-            " optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
-        )
+        if not (plain and window.is_of_one):
+            raise MisuseError(STILL_THERE)
+        return True
+    return False
 
 
 def _may_add_to_earlier(window: Window, plain: bool) -> bool:

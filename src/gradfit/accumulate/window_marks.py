@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch
 from gradfit.accumulate.scaled_losses import times_unscaled
+from gradfit.errors import MisuseError
 
 if TYPE_CHECKING:
     from gradfit.accumulate.window import Window
+
+STILL_THERE = (
+    "There are gradients in `.grad` from before this window. Call optimizer.zero_grad() after"
+    " optimizer.step(), or reset() to drop them."
+)
 
 
 def take_marks(window: Window) -> None:
@@ -61,6 +67,8 @@ def require_usable(window: Window, *, may_be_cleared: bool) -> None:
     user's to clip, to replace, or to clear where that is expected.
     """
     marks = window.marks
+    if window.state.on_used_gradients and not is_dropped(window):
+        raise MisuseError(STILL_THERE)
     if (
         marks is not None
         and window.holds_one_mean

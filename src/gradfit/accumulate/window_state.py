@@ -130,6 +130,10 @@ class WindowState:
     """Of a final window: somebody has asked for its gradients and must use them before more can
     come in.
     """
+    on_used_gradients: bool = False
+    """Its passes have added to gradients of the last update, which must be cleared before the next
+    one.
+    """
     unscaled_before: int | None = None
     """How often its scaler had unscaled gradients when they were last as we left them."""
     applied: bool = False
