@@ -210,6 +210,31 @@ def test_used_gradients_must_be_cleared_before_the_next_step() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_closure_is_as_without_an_accumulator(clears: bool) -> None:
+    batches = list(torch.randn(3, 6, 4))
+
+    def run(accumulates: bool) -> list[Tensor]:
+        model = new_model()
+        optimizer = with_momentum(model)
+        accumulator = gf.GradientAccumulator(optimizer, steps=1) if accumulates else None
+
+        def closure(x: Tensor) -> float:
+            if clears:
+                optimizer.zero_grad()
+            value = loss(model, x)
+            value.backward()
+            return value.item()
+
+        for x in batches:
+            optimizer.step(lambda x=x: closure(x))  # type: ignore[misc]
+        assert accumulator is None or accumulator.windows == len(batches)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for a, b in zip(run(False), run(True), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_mean_that_was_changed_takes_no_further_weights() -> None:
     model = new_model()
     x = torch.randn(6, 4)
