@@ -145,6 +145,28 @@ def test_on_a_slow_disk_the_peak_and_the_gradients_are_the_same(slow: None) -> N
     assert peaks[0] <= plan.peak_bytes
 
 
+class BeginsWithConstants(nn.Module):
+    """A recurrent cell whose first state is made of nothing, and is saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.RNNCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 8)
+        for _ in range(4):
+            state = self.cell(x, state) * torch.full_like(x, 0.5)
+        return state
+
+
+def test_constants_that_a_plan_moves_out_are_what_was_read() -> None:
+    model, batch = BeginsWithConstants(), torch.randn(64, 8)
+    expected = after_plain(model, batch)
+    forward(model, moving_plan(model, batch), batch).backward()
+    assert same(gradients(model), expected)
+
+
 def test_a_graph_may_be_dropped_used_twice_and_kept(slow: None) -> None:
     model, batch = network()
     wanted, plan = after_plain(model, batch), moving_plan(model, batch)

@@ -333,7 +333,9 @@ class StorageTable:
         value.held_version = -1
         value.unwanted = 0
         value.unpacked = NOT_UNPACKED
-        if choice is not REBUILD and choice is not HOLD and fills_storage(tensor):
+        moves = choice is not REBUILD and choice is not HOLD
+        # What nobody has filled yet is not what will be read: a constant is made again.
+        if moves and value.unwritten is None and fills_storage(tensor):
             self._move_out(op, value, tensor, choice)
             return None
         return _reference_to(value)
