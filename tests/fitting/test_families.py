@@ -122,6 +122,17 @@ def test_many_lengths_hold_the_budget_with_few_plans(profiled: list[int], room: 
     assert len(step.known) <= 12
 
 
+def test_a_state_is_read_back_after_a_longer_batch_without_a_budget() -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, _loss, torch.rand(2, 3, 8), memory=None, planning_share=0)
+    step(torch.rand(2, 4, 8))
+    assert any(one.by_size and one.saved_bytes for one in step.known)  # reckoned with, not tested
+    state = step.state_dict()
+    step.load_state_dict(state)
+    assert step.state_dict()["plans"] == state["plans"]
+
+
 class _Cubic(nn.Module):
     """Makes and keeps more than the square of its length."""
 

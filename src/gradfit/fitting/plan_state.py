@@ -24,6 +24,7 @@ from gradfit.state_checks import (
     text,
     wrong,
 )
+from gradfit.units import NO_BUDGET
 
 _DTYPES = {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
@@ -39,7 +40,8 @@ def _check_of(field: dataclasses.Field[Any]) -> Check:
     """What a field may hold."""
     if field.name in _FLAGS:
         return boolean
-    return optional(integer(0)) if field.default is None else integer(0)
+    whole = integer(0, NO_BUDGET)
+    return optional(whole) if field.default is None else whole
 
 
 _KEYS = {field.name: _SAVED_AS.get(field.name, field.name) for field in _PLAIN_FIELDS}
