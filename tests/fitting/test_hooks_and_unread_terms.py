@@ -110,6 +110,35 @@ def test_a_forward_that_writes_to_frozen_parameters_is_refused_before_it_does() 
     assert not model.teacher.any()
 
 
+class Shrinks(torch.nn.Module):
+    """Writes to its own trained weights before it uses them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = torch.nn.Linear(4, 3), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        if self.how == "in place":
+            weight.data.mul_(0.9)
+        elif self.how == "other memory":
+            weight.data = weight.data * 0.9
+        if self.how == "max_norm":
+            return F.embedding(x.long(), weight, max_norm=0.1)
+        return x @ weight.T
+
+
+@pytest.mark.parametrize("how", ["in place", "other memory", "max_norm"])
+def test_a_forward_that_writes_to_what_is_trained_is_refused_before_it_does(how: str) -> None:
+    model = Shrinks(how)
+    before, memory = model.layer.weight.detach().clone(), model.layer.weight.data_ptr()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gf.MisuseError, match=r"writes to 'layer.weight'.*after step\(batch\)"):
+        gf.fit(model, optimizer, lambda m, x: m(x).mean(), torch.ones(6, 4), memory=None)
+    assert torch.equal(model.layer.weight, before)
+    assert model.layer.weight.data_ptr() == memory
+
+
 def test_the_same_in_a_buffer_is_left_whole_and_put_back() -> None:
     model = Taught(as_buffer=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A forward that writes to parameters that are not trained, as one that averages a teacher's does.
+"""A forward that writes to parameters, as one that averages a teacher's does, or clamps weights.
 
 Trials would change them, each micro-batch would, and nothing could put them back: copies of them
 are what a budget has no room for. So one forward of few rows is run in which such a write is
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradfit import _torch_distributed as distributed
+from gradfit._torch import is_operator
 from gradfit._torch_listen import DispatchMode, eager_functions
 from gradfit.batches.additivity import batch_norms
 from gradfit.batches.runner import MicroBatchRunner
@@ -26,6 +27,13 @@ from gradfit.tree import unmarked
 class _Written(MisuseError):
     """A parameter is about to be written to."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"A forward writes to {name!r}, a parameter, so trials and each micro-batch would"
+            " change it. Write to it after step(batch), as an optimizer does and"
+            " torch.optim.swa_utils.AveragedModel, or register it as a buffer."
+        )
+
 
 class _RefuseWrites(DispatchMode):
     """Raises before an operator writes to one of these parameters."""
@@ -36,19 +44,16 @@ class _RefuseWrites(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for target in written_by(func, args, kwargs):
+        # what a higher-order operator writes to, the operators inside of it say
+        for target in written_by(func, args, kwargs) if is_operator(func) else ():
             name = self._names.get(memory_of(target))
             if name is not None:
-                raise _Written(
-                    f"A forward writes to {name!r}, a parameter that is not trained, so trials and"
-                    " each micro-batch would change it. Update it after step(batch), as"
-                    " torch.optim.swa_utils.AveragedModel does, or register it as a buffer."
-                )
+                raise _Written(name)
         return func(*args, **kwargs)
 
 
-def refuse_frozen_writes(runner: MicroBatchRunner, batch: Any) -> None:
-    """Run a few rows, and refuse a forward that writes to parameters that are not trained.
+def refuse_parameter_writes(runner: MicroBatchRunner, batch: Any) -> None:
+    """Run a few rows, and refuse a forward that writes to parameters.
 
     Args:
         runner: the model and its loss.
@@ -57,22 +62,29 @@ def refuse_frozen_writes(runner: MicroBatchRunner, batch: Any) -> None:
     Raises:
         MisuseError: there is such a write; it has not happened.
     """
-    frozen = {name: p for name, p in runner.model.named_parameters() if not p.requires_grad}
-    if not frozen or distributed.is_running():  # where a forward alone would wait for others
+    if distributed.is_running():  # where a forward alone would wait for others
         return
+    named = dict(runner.model.named_parameters())
     part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
     with trials_end(), untouched(runner.model), eager_functions(), without_activations():
-        _run_refusing(runner, part, frozen)
+        _run_refusing(runner, part, named)
 
 
 def _run_refusing(
-    runner: MicroBatchRunner, part: Any, frozen: dict[str, torch.nn.Parameter]
+    runner: MicroBatchRunner, part: Any, named: dict[str, torch.nn.Parameter]
 ) -> None:
+    before = {name: (memory_of(one), one.data) for name, one in named.items()}
     try:
-        with _RefuseWrites(frozen), warnings.catch_warnings():
+        with _RefuseWrites(named), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about rows that nobody trains on
             runner.loss_fn(runner.model, unmarked(part))
     except _Written:
         raise
     except Exception:  # the user's code, on fewer rows than it may be made for
         return
+    finally:
+        replaced = [name for name, one in named.items() if memory_of(one) != before[name][0]]
+        for name in replaced:  # by `.data =`
+            named[name].data = before[name][1]
+    if replaced:
+        raise _Written(replaced[0])
