@@ -249,6 +249,20 @@ def test_a_divisor_that_is_drawn_is_refused() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_terms_that_torch_has_added_up_are_refused_by_their_name_where_a_part_has_no_items() -> None:
+    def smoothed(model: nn.Module, b: Batch) -> Tensor:
+        logits, labels = model(b["x"])[0].flatten(0, 1), b["first"].flatten()
+        return F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+    model, sample = Heads().double(), batch_of()
+    step = gf.fit(
+        model, torch.optim.SGD(model.parameters()), smoothed, sample, memory=None, micro_batch=1
+    )
+    sample["first"][3] = -100
+    with pytest.raises(gf.MisuseError, match=r"label_smoothing=.*Return gf\.Loss"):
+        step(sample)
+
+
 def test_one_sum_under_two_divisors_is_refused_or_left_whole() -> None:
     def loss_fn(model: nn.Module, b: Batch) -> Tensor:
         total = (model(b["x"])[2].square() * b["mask"]).sum()

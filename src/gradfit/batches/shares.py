@@ -192,6 +192,13 @@ class PartCounter:
         counts = count_terms(read)
         if read is not None and read.is_nothing:
             return [TermCount(0.0, 0.0, 0.0)] * len(self._roles)
+        is_alike = read is not None and not read.unknown and len(read.terms) == len(self._roles)
+        if is_alike and counts is None:
+            raise MisuseError(
+                f"This micro-batch's loss is {read}, and a batch of which a micro-batch may have no"
+                " items needs the value of each of its terms, which one function of torch's has"
+                f" added up (cross_entropy with label_smoothing=). Nothing was updated. {_NEXT}"
+            )
         if read is None or counts is None or len(counts) != len(self._roles):
             raise MisuseError(
                 f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is"
