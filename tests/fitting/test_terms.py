@@ -249,7 +249,9 @@ def test_a_divisor_that_is_drawn_is_refused() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_terms_that_torch_has_added_up_are_refused_by_their_name_where_a_part_has_no_items() -> None:
+def test_terms_that_torch_has_added_up_are_refused_by_their_name_where_a_part_has_no_items() -> (
+    None
+):
     def smoothed(model: nn.Module, b: Batch) -> Tensor:
         logits, labels = model(b["x"])[0].flatten(0, 1), b["first"].flatten()
         return F.cross_entropy(logits, labels, label_smoothing=0.1)
@@ -261,6 +263,31 @@ def test_terms_that_torch_has_added_up_are_refused_by_their_name_where_a_part_ha
     sample["first"][3] = -100
     with pytest.raises(gf.MisuseError, match=r"label_smoothing=.*Return gf\.Loss"):
         step(sample)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_loss_that_differentiates_inside_itself_is_counted_as_any_other(rows: int) -> None:
+    """Of one row, whether it says a count is asked; of several, parts without items are counted."""
+
+    def sloped(model: nn.Module, b: Batch) -> Tensor:
+        x = b["x"].clone().requires_grad_()
+        score = model(x).squeeze(-1)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        penalty = ((slope - 1).square().sum(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
+        return penalty + score.square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    b = {"x": torch.randn(rows, 4).double(), "mask": torch.ones(rows).double()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, sloped, b, memory=None, micro_batch=1)
+    b["mask"][1:3] = 0
+    plain = copy.deepcopy(model)
+    sloped(plain, b).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert step(b).micro_batches == rows
+    for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, other, rtol=1e-12, atol=1e-14)
 
 
 def test_one_sum_under_two_divisors_is_refused_or_left_whole() -> None:

@@ -52,7 +52,7 @@ from gradfit.batches.gradient_changes import gradient_changers
 from gradfit.batches.loss import read_loss
 from gradfit.batches.passes import FewRowsPasses
 from gradfit.batches.quiet_runner import LossFunction, QuietRunner
-from gradfit.batches.shares import PartCounter, PartShare, without_activations
+from gradfit.batches.shares import PartCounter, PartShare, run_without_activations
 from gradfit.batches.slightly_changed import slightly_changed
 from gradfit.batches.summed_logs import summed_logs
 from gradfit.batches.weights import BatchWeights, CountFirst, must_count
@@ -149,9 +149,9 @@ def has_count(model: nn.Module, loss_fn: LossFunction, batch: Any) -> bool:
         loss_fn: as for `fit`.
         batch: what to call it with.
     """
-    with eager_functions(), without_activations(), warnings.catch_warnings():
+    with eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = loss_fn(model, unmarked(batch))
+        result = run_without_activations(lambda: loss_fn(model, unmarked(batch)))
     return read_loss(result, 1).count is not None
 
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from gradfit.batches.scalars import ScalarReader
 from gradfit.batches.snapshot import Generators
 from gradfit.errors import MisuseError
 from gradfit.tree import repeat_rows, split_batch, unmarked
+
+T = TypeVar("T")
 
 _NEXT = "Return gf.Loss(sum=…, count=…), or pass fit(micro_batch='whole')."
 
@@ -86,13 +88,30 @@ def without_activations() -> saved_tensors_hooks:
     return saved_tensors_hooks(_keep_numbers, _give_back)
 
 
+def run_without_activations(forward: Callable[[], T]) -> T:
+    """What a forward returns, run as above; or with all that autograd saves, if it runs a backward
+    pass of its own, as a penalty on a slope does.
+    """
+    generators = Generators()
+    try:
+        with without_activations():
+            return forward()
+    except _NothingSaved:
+        generators.restore()
+    return forward()
+
+
+class _NothingSaved(RuntimeError):
+    """A backward pass asks for what was not saved."""
+
+
 def _keep_numbers(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.numel() <= 1 else None
 
 
 def _give_back(kept: Tensor | None) -> Tensor:
     if kept is None:
-        raise RuntimeError("Nothing was saved in this forward.")
+        raise _NothingSaved("Nothing was saved in this forward.")
     return kept
 
 
@@ -220,8 +239,13 @@ class PartCounter:
 
     def _read(self, part: Any) -> Denominator | None:
         reader = ScalarReader()
-        with eager_functions(), without_activations(), reader:
-            result = self._loss_fn(self._model, unmarked(part))
+
+        def forward() -> Any:
+            with reader:
+                return self._loss_fn(self._model, unmarked(part))
+
+        with eager_functions():
+            result = run_without_activations(forward)
         read = read_denominator(read_loss(result, 1).loss, reader)
         del result
         reader.let_go()

@@ -17,7 +17,7 @@ from gradfit._torch import is_operator
 from gradfit._torch_listen import DispatchMode, eager_functions
 from gradfit.batches.additivity import batch_norms
 from gradfit.batches.runner import MicroBatchRunner
-from gradfit.batches.shares import without_activations
+from gradfit.batches.shares import run_without_activations
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.errors import MisuseError
 from gradfit.fitting.write_watch import memory_of, written_by
@@ -66,7 +66,7 @@ def refuse_parameter_writes(runner: MicroBatchRunner, batch: Any) -> None:
         return
     named = dict(runner.model.named_parameters())
     part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
-    with trials_end(), untouched(runner.model), eager_functions(), without_activations():
+    with trials_end(), untouched(runner.model), eager_functions():
         _run_refusing(runner, part, named)
 
 
@@ -77,7 +77,7 @@ def _run_refusing(
     try:
         with _RefuseWrites(named), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about rows that nobody trains on
-            runner.loss_fn(runner.model, unmarked(part))
+            run_without_activations(lambda: runner.loss_fn(runner.model, unmarked(part)))
     except _Written:
         raise
     except Exception:  # the user's code, on fewer rows than it may be made for
