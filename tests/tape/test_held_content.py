@@ -522,6 +522,23 @@ def test_marking_a_view_after_its_base_was_swapped() -> None:
     assert torch.equal(run(True), run(False))
 
 
+def test_a_view_that_is_saved_after_its_base_was_swapped() -> None:
+    """What is held until somebody needs the memory is what lies in the view's storage, too."""
+
+    def run(managed: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, requires_grad=True)
+        manager = gf.CheckpointManager(max_memory_mb=1000, auto_checkpoint=True)
+        with manager if managed else contextlib.nullcontext():
+            a = x * 2
+            view = a.view(2, 2)
+            a.data = torch.full((4,), 9.0)
+            loss = view.sin().exp().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(run(True), run(False))
+
+
 def test_linear_saves_what_it_read() -> None:
     """The view of a weight that a linear layer saves has the old storage, as in plain PyTorch."""
 

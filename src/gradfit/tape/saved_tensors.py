@@ -140,8 +140,10 @@ class SavedTensors:
             return self._pack_written(value, tensor)
         geometry = None
         forward_tensor = value.forward_tensor()
+        owner: torch.Tensor | None = tensor  # whose version counter it shares
         if forward_tensor is not tensor:
-            if tensor._base is not None and is_view_of_parameter(tensor):
+            owner = tensor._base
+            if owner is not None and owner.is_leaf and owner.requires_grad:
                 return self._pack_root(tensor)  # `.data =` made the result a parameter's memory
             try:
                 geometry = place_of(tensor)
@@ -160,10 +162,15 @@ class SavedTensors:
             return handle
         value.handles = (_reference_to(handle),)
         if value.evictable:
-            if forward_tensor is not tensor or self.tape.on_held is not None:
+            if (
+                owner is None
+                or owner is not forward_tensor
+                or self.tape.on_held is not None
+                or (owner is not tensor and storage_key(owner) != value.key)
+            ):
                 self._hold_evictable(value, tensor, forward_tensor)
-            else:
-                value.tensor = make_alias(_Tensor, tensor)  # hot: `detached`, written out
+            else:  # as there, written out: one counts the writes to both
+                value.tensor = make_alias(_Tensor, owner)
                 value.held_version = value.version
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
@@ -286,7 +293,9 @@ class SavedTensors:
     ) -> None:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
         if forward_tensor is not None and (
-            forward_tensor is tensor or tensor._base is forward_tensor
+            forward_tensor is tensor
+            # `.data =` moves a tensor, and leaves its views where they are
+            or (tensor._base is forward_tensor and storage_key(forward_tensor) == value.key)
         ):  # one counts the writes to both
             value.tensor = detached(forward_tensor)
         elif tensor.dtype is value.geometry[3]:
