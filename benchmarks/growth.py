@@ -75,7 +75,8 @@ def cases(most: int, quick: bool) -> Iterator[Case]:
 
     count = 3 if quick else 5
     yield Case("operations", sizes(most, count), lambda n: (Chain(n), torch.rand(8, 16)))
-    yield Case("parameters", sizes(most // 10, count), lambda n: (Layers(n), torch.rand(8, 8)))
+    # so many rows that activations take more than an update: else no plan is needed, or none holds
+    yield Case("parameters", sizes(most // 10, count), lambda n: (Layers(n), torch.rand(64, 8)))
     yield Case(
         "strings in the batch", sizes(most * 4 // 5, count),
         lambda n: (nn.Linear(16, 16), {"x": torch.rand(n, 16), "text": ["word"] * n}),
@@ -83,6 +84,10 @@ def cases(most: int, quick: bool) -> Iterator[Case]:
     yield Case(
         "tensors in the batch", sizes(most // 5, count), lambda n: (nn.Linear(16, 16), {"x":
         torch.rand(8, 16), "more": [torch.rand(8) for _ in range(n)]}),
+    )  # fmt: skip
+    yield Case(
+        "dicts in the batch", sizes(most // 10, count), lambda n: (nn.Linear(16, 16), {"x":
+        torch.rand(8, 16), "more": [{"a": torch.rand(8), "b": "word"} for _ in range(n)]}),
     )  # fmt: skip
 
 

@@ -735,6 +735,14 @@ def counted_writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def counted_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The same of many tensors: a batch may hold thousands, and is asked about in each pass."""
+    try:
+        return [*map(version_of, tensors)]
+    except RuntimeError:  # there are some that were made under inference mode
+        return [*map(counted_writes, tensors)]
+
+
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
 type_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 

@@ -5,6 +5,7 @@ out.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ def whole(content: Any) -> Whole:
 # what is most common and holds nothing
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _TENSORS = frozenset({torch.Tensor})
+_PLAIN = _ATOMS | _TENSORS
+_dimensions_of = operator.attrgetter("ndim")
+_shape_of = operator.attrgetter("shape")
+_layout_of = operator.attrgetter("layout")
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
@@ -51,17 +56,31 @@ def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
     for item in walk:
         if isinstance(item, torch.Tensor):
             yield item
-        elif _holds_tensors_alone(item):
-            yield from item
         else:
-            walk.enter(item)
+            inside = _plain_tensors(item)
+            if inside is not None:
+                yield from inside
+            else:
+                walk.enter(item)
 
 
-def _holds_tensors_alone(nest: Any) -> bool:
-    """Whether it is a list or tuple of plain tensors: of thousands of them nothing more need be
-    asked one by one.
+def _plain_tensors(nest: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors of a list, tuple or dict that holds nothing but plain tensors, numbers and
+    strings; None of anything else. Of what such a nest holds, nothing is asked one by one: a batch
+    may have thousands.
     """
-    return isinstance(nest, list | tuple) and _TENSORS.issuperset(map(type, nest)) and bool(nest)
+    if type(nest) is dict:
+        items: Collection[Any] = nest.values()
+    elif isinstance(nest, list | tuple):
+        items = nest
+    else:
+        return None
+    kinds = set(map(type, items))
+    if kinds <= _ATOMS:
+        return ()
+    if kinds <= _TENSORS:
+        return [*items]
+    return [item for item in items if type(item) is torch.Tensor] if kinds <= _PLAIN else None
 
 
 class _NestWalk:
@@ -179,24 +198,27 @@ def _common_rows(batch: Any, holders: Mapping[int, Any]) -> int | None:
     what is wrong, and where, is then looked for entry by entry.
     """
     sizes: set[int] = set()
-    has_tensor = False
+    tensors: list[torch.Tensor] = []
     left = [batch]
     while left:
         nest = left.pop()
-        tensors = nest if _holds_tensors_alone(nest) else (nest,)
-        if isinstance(tensors[0], torch.Tensor):
-            if {tensor.layout for tensor in tensors} != {torch.strided}:
-                return None
-            found = {tensor.shape[0] for tensor in tensors if tensor.ndim}
-            has_tensor |= bool(found)
-            sizes |= found
+        if isinstance(nest, torch.Tensor):
+            tensors.append(nest)
+        elif type(nest) in _ATOMS or isinstance(nest, Whole):
+            pass
         elif isinstance(nest, np.ndarray):
             sizes |= {*nest.shape[:1]}
+        elif inside := _plain_tensors(nest):
+            tensors += inside
         elif _is_row_list(nest, holders):
             sizes.add(len(nest))
-        elif not isinstance(nest, Whole) and type(nest) not in _ATOMS:
+        else:
             left += [item for _, item, _ in _named_items(nest)]
-    return sizes.pop() if has_tensor and len(sizes) == 1 else None
+    if set(map(_layout_of, tensors)) != {torch.strided}:
+        return None
+    of_tensors = {shape[0] for shape in set(map(_shape_of, tensors)) if shape}
+    sizes |= of_tensors
+    return sizes.pop() if of_tensors and len(sizes) == 1 else None
 
 
 def _size_by_entries(batch: Any, holders: Mapping[int, Any], name: str) -> int:
@@ -286,11 +308,13 @@ def _holders(nest: Any) -> dict[int, Any]:
     for item in walk:
         if isinstance(item, torch.Tensor | np.ndarray | Whole):
             walk.note_holders(holders)
-        elif _holds_tensors_alone(item):
-            holders[id(item)] = item
-            walk.note_holders(holders)
-        else:
-            walk.enter(item)
+        elif type(item) not in _ATOMS:
+            inside = _plain_tensors(item)
+            if inside:
+                holders[id(item)] = item
+                walk.note_holders(holders)
+            elif inside is None:
+                walk.enter(item)
     return holders
 
 
@@ -315,7 +339,7 @@ def take_rows(nest: Any, rows: slice) -> Any:
 
 
 def _take(nest: Any, rows: slice, holders: Mapping[int, Any]) -> Any:
-    return _map_rows(nest, holders, lambda item: item[rows])
+    return _map_rows(nest, holders, operator.itemgetter(rows))
 
 
 def _map_rows(nest: Any, holders: Mapping[int, Any], function: Callable[[Any], Any]) -> Any:
@@ -329,9 +353,25 @@ def _replaced(item: Any, holders: Mapping[int, Any], function: Callable[[Any], A
         return function(item) if item.ndim else item
     if isinstance(item, Whole):
         return item
-    if type(item) is list and _holds_tensors_alone(item):
-        return [function(tensor) if tensor.ndim else tensor for tensor in item]
+    if type(item) in (list, dict) and (inside := _plain_tensors(item)):
+        return _replaced_inside(item, inside, function)
     return function(item) if _is_row_list(item, holders) else _INSIDE
+
+
+def _replaced_inside(
+    nest: list[Any] | dict[Any, Any],
+    tensors: Sequence[torch.Tensor],
+    function: Callable[[Any], Any],
+) -> Any:
+    """The same of what holds these plain tensors, and else only what has no rows."""
+    if 0 in set(map(_dimensions_of, tensors)):
+        results = iter([function(tensor) if tensor.ndim else tensor for tensor in tensors])
+    else:
+        results = map(function, tensors)
+    if len(tensors) < len(nest):
+        items = nest.values() if isinstance(nest, dict) else nest
+        results = iter([next(results) if type(one) is torch.Tensor else one for one in items])
+    return dict(zip(nest, results, strict=True)) if isinstance(nest, dict) else [*results]
 
 
 class Copies:
@@ -354,8 +394,9 @@ class Copies:
         item = items[0]
         if isinstance(item, torch.Tensor | np.ndarray | Whole):
             return item
-        is_long = type(item) is list and _holds_tensors_alone(item)
-        return item[:] if is_long or _is_row_list(item, self._holders) else _INSIDE
+        if type(item) in (list, dict) and _plain_tensors(item):
+            return item.copy()
+        return item[:] if _is_row_list(item, self._holders) else _INSIDE
 
 
 def unmarked(nest: Any) -> Any:
@@ -377,10 +418,12 @@ def unmarked_with_leaves(nest: Any) -> tuple[Any, list[torch.Tensor]]:
             return plain, list(leaves(plain))
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-        elif _holds_tensors_alone(item):
-            tensors += item
-        else:
-            walk.enter(item)
+        elif type(item) not in _ATOMS:
+            inside = _plain_tensors(item)
+            if inside is None:
+                walk.enter(item)
+            else:
+                tensors += inside
     return nest, tensors
 
 

@@ -101,6 +101,9 @@ def _row_nests(rows: int) -> st.SearchStrategy[Any]:
         st.builds(lambda: np.arange(rows)),
         st.builds(lambda: [str(row) for row in range(rows)]),
         st.builds(lambda: tuple(range(rows))),
+        st.builds(lambda: [torch.arange(rows), torch.ones(rows, 2)]),
+        st.builds(lambda: [torch.arange(rows), "name", torch.tensor(2.0)]),
+        st.builds(lambda: torch.tensor(1.0)),
         st.builds(lambda: whole(["all", torch.ones(1)])),
         st.sampled_from(["name", 3, None, 2.5]),
     )
@@ -134,13 +137,15 @@ def _plain(nest: Any) -> Any:
 def _cut(nest: Any, rows: slice) -> Any:
     """What taking rows means, by recursion."""
     if isinstance(nest, torch.Tensor | np.ndarray):
-        return nest[rows]
+        return nest[rows] if nest.ndim else nest
     if isinstance(nest, dict):
         return type(nest)({key: _cut(item, rows) for key, item in nest.items()})
     if isinstance(nest, _Record):
         return _Record(_cut(nest.x, rows), _cut(nest.rest, rows))
     if isinstance(nest, _Named):
         return _Named(*(_cut(item, rows) for item in nest))
+    if isinstance(nest, list) and isinstance(nest[0], torch.Tensor):
+        return [_cut(item, rows) for item in nest]
     return nest[rows] if isinstance(nest, list | tuple) else nest
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit import tree
+from gradfit.batches.runner import run_part
 from gradfit.planning.simulate import Simulator
 from gradfit.profiling import sampled_sizes, traced_seconds
 from gradfit.profiling.profile import Linear
@@ -218,8 +219,9 @@ def test_a_profile_cuts_each_tensor_of_a_batch_a_few_times(monkeypatch: pytest.M
     monkeypatch.setattr(tree, "_take", counting)
     model, batch = _tensors(10)
     gf.profile(model, _first, batch)
-    # four sizes to measure, and groups of rows by which it is seen whether parts make the whole
-    assert cuts[0] < 25
+    # four sizes to measure, one for tiles, and groups of rows by which it is seen whether parts
+    # make the whole: three, and one with its two parts
+    assert cuts[0] < 12
 
 
 def test_each_run_has_the_same_views_in_containers_of_its_own() -> None:
@@ -238,6 +240,18 @@ def test_walking_a_list_of_tensors_calls_nothing_of_pythons_for_each() -> None:
     for walk in (size_of_batch, unmarked, leaves):
         assert _calls(lambda: walk(batch))[0] < 100  # noqa: B023
     assert _calls(lambda: next(split_batch(batch, 2)))[0] < 1100  # one for each that is cut
+
+
+def test_walking_many_small_dicts_calls_little_for_each() -> None:
+    samples = [{"a": torch.rand(8), "b": "word"} for _ in range(1000)]
+    batch = {"x": torch.rand(8, 4), "more": samples}
+    for walk, most in ((size_of_batch, 9), (unmarked, 4), (lambda nest: [*leaves(nest)], 6)):
+        assert _calls(lambda: walk(batch))[0] < 1000 * most  # noqa: B023
+
+
+def test_that_a_batch_was_not_changed_is_asked_without_a_call_for_each_tensor() -> None:
+    model, batch = _tensors(1000)
+    assert _calls(lambda: run_part(_first, model, batch))[0] < 200
 
 
 # In a thread of little stack, so that few nodes are enough, with bounds that are as much smaller:

@@ -114,17 +114,19 @@ def measure_additivity(
     measurement = _Measurement(QuietRunner(model, loss_fn, split, rewind, finish))
     passes = FewRowsPasses() if passes is None else passes
     names = tuple(batch_norms(model))
-    cuts = list(choose_rows(batch, split, rows))
     with eager_functions():
+        ways = choose_rows(batch, split, rows)
+        first = next(ways)
         if names:  # which cannot be run on one row
-            measured = measurement.measure(cuts[-1:])
+            measured = measurement.measure([first, *ways][-1:])
             reason = batch_norm_reason(names)
             return dataclasses.replace(measured, over=None, modules=names, reason=reason)
         # several processes run the same, whatever each of them reads
-        quickly = measurement.look_quickly(batch, rows) if finish is None else None
+        quickly = measurement.look_quickly(*first) if finish is None else None
         if quickly is not None:
             few = rows_for_gradients(batch, split, min(rows, gradient_rows, MOST_ROWS_IF_READ))
-            return measurement.measure_gradients(few, cuts[-1][1][-1], quickly, passes)
+            return measurement.measure_gradients(few, first[1][-1], quickly, passes)
+        cuts = [first, *ways]
         measured = measurement.measure_values(cuts, batch, rows)
         telling = None
         if not measured.adds_up and finish is None:
@@ -174,12 +176,11 @@ class _Measurement:
 
     # -- values -----------------------------------------------------------------------------------
 
-    def look_quickly(self, batch: Any, rows: int) -> Additivity | None:
+    def look_quickly(self, whole: Any, parts: Sequence[Any]) -> Additivity | None:
         """That values add up and carry nothing over, in five forwards, by what the graph says that
         they were divided by; None if these do not tell.
         """
         runner = self._runner
-        whole, parts = next(choose_rows(batch, runner.split, rows))
         if len(parts) != 2:
             return None
         try:

@@ -21,32 +21,38 @@ def count_measured_rows(part: Any, split: Cut | None) -> int:
     return size_of_batch(part) if split is None else sum(1 for _ in split(part, 1))
 
 
-def choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
-    """A few rows, whole and in unequal parts, cut in two ways."""
-    cut = split or split_batch
+def choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[RowsAndParts]:
+    """A few rows, whole and in unequal parts, cut in two ways, each when it is asked for: a batch
+    may hold thousands of tensors.
+    """
     total = count_measured_rows(batch, split)
     if total == 1 and split is None:
         batch, total = repeat_rows(batch, 3), 3
     rows = max(2, min(most, total))
-    whole = next(iter(cut(batch, rows)))
+    whole = next(_cut(batch, split, rows, total))
     for size in sorted({rows - 1, (rows + 1) // 2}, reverse=True):
-        yield whole, list(cut(whole, size))
+        yield whole, list(_cut(whole, split, size, rows))
 
 
-def rows_for_gradients(
-    batch: Any, split: Cut | None, most: int
-) -> tuple[Any, Sequence[Any]] | None:
+def _cut(batch: Any, split: Cut | None, size: int, rows: int) -> Iterator[Any]:
+    """The parts of a batch of so many rows."""
+    return split_batch(batch, size, rows) if split is None else iter(split(batch, size))
+
+
+def rows_for_gradients(batch: Any, split: Cut | None, most: int) -> RowsAndParts | None:
     """A few rows and unequal parts of them, one of the rows in both: words that are in two parts
     may count otherwise than in one. None if there is no room for two rows.
     """
     if most < 2:
         return None
-    whole, parts = list(choose_rows(batch, split, most))[-1]
-    rows = count_measured_rows(whole, split)
-    if split is not None or rows < 3:
-        return whole, parts
-    whole = repeat_rows(next(iter(split_batch(whole, rows - 1))), rows)
-    return whole, list(split_batch(whole, (rows + 1) // 2))
+    total = count_measured_rows(batch, split)
+    rows = max(2, min(most, 3 if total == 1 and split is None else total))
+    if split is not None:
+        whole = next(iter(split(batch, rows)))
+    else:
+        order = [*range(rows - 1), 0] if rows > 2 else [0, 1]
+        whole = pick_rows(batch, [row % total for row in order])
+    return whole, list(_cut(whole, split, (rows + 1) // 2, rows))
 
 
 def other_rows(batch: Any, split: Cut | None, rows: int) -> list[RowsAndParts]:

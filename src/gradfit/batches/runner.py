@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import counted_writes
+from gradfit._torch import counted_writes_of
 from gradfit._torch_listen import eager_functions
 from gradfit.arguments import invalid
 from gradfit.batches.loss import PartLoss, read_loss
@@ -132,9 +133,9 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     out-of-memory.
     """
     batch, tensors = unmarked_with_leaves(batch)
-    before = [(tensor, counted_writes(tensor)) for tensor in tensors]
+    writes = counted_writes_of(tensors)
     result = loss_fn(model, batch)
-    if _was_changed(batch, before):
+    if _was_changed(batch, tensors, writes):
         raise MisuseError(
             "loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x ="
             " x.clone()."
@@ -142,12 +143,13 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     return read_loss(result, rows)
 
 
-def _was_changed(batch: Any, before: list[tuple[torch.Tensor, int]]) -> bool:
+def _was_changed(batch: Any, tensors: list[torch.Tensor], writes: list[int]) -> bool:
     """Whether there are other tensors than those, or some were written to since."""
-    after = list(leaves(batch))
-    return len(after) != len(before) or any(
-        new is not old or counted_writes(new) != version
-        for new, (old, version) in zip(after, before, strict=True)
+    _, after = unmarked_with_leaves(batch)
+    return (
+        len(after) != len(tensors)
+        or any(map(operator.is_not, after, tensors))
+        or counted_writes_of(after) != writes
     )
 
 
