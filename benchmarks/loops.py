@@ -2,7 +2,8 @@
 batch by batch, CPU seconds.
 
 Each loop has batches of its own kind: padded and unpadded ones mixed, graphs of many sizes, an
-object that only `split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The
+object that only `split=` can cut, lists of boxes, many lengths, a step of ten milliseconds, a
+recurrent net, a compiled model. The
 budget is one at which the loop by hand fits, or with `--tight` half of what that takes for
 activations.
 
@@ -220,6 +221,48 @@ def graphs_as_objects(rng: random.Random) -> Loop:
     )
 
 
+# -------------------------------------------------------------------------------------------- boxes
+
+
+class Boxes(nn.Module):
+    """One number for each box of an image, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 64),
+        )  # fmt: skip
+        self.box, self.out = nn.Linear(4, 64), nn.Linear(64, 1)
+
+    def forward(self, images: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+        counts = torch.tensor([len(of_image) for of_image in boxes])
+        seen = torch.repeat_interleave(self.image(images), counts, dim=0)
+        return self.out(F.relu(seen + self.box(torch.cat(boxes)))).squeeze(1)
+
+
+def box_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    images, boxes, targets = batch
+    wanted = torch.cat(targets)
+    return F.mse_loss(model(images, boxes), wanted, reduction="sum"), len(wanted)
+
+
+def split_boxes(batch: Any, size: int) -> Iterator[Any]:
+    images, boxes, targets = batch
+    for start in range(0, len(boxes), size):
+        end = start + size
+        yield images[start:end], boxes[start:end], targets[start:end]
+
+
+def lists_of_boxes(rng: random.Random) -> Loop:
+    batches = []
+    for _ in range(40):
+        counts = [rng.randint(0, 7) for _ in range(16)]
+        boxes, targets = [torch.rand(n, 4) for n in counts], [torch.rand(n) for n in counts]
+        batches.append((torch.rand(16, 3, 32, 32), boxes, targets))
+    return Loop("lists of 0 to 7 boxes and split=", Boxes, batches, box_loss, split_boxes)
+
+
 # ---------------------------------------------------------------------------- short steps, compiled
 
 
@@ -239,6 +282,22 @@ def ten_milliseconds(rng: random.Random) -> Loop:
     return Loop("a step of ten milliseconds", mlp, batches, classify)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(100, 32), nn.GRU(32, 64, batch_first=True)
+        self.out = nn.Linear(64, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rnn(self.embed(x))[0]).transpose(1, 2)
+
+
+def recurrent(rng: random.Random) -> Loop:
+    tokens = [torch.randint(0, 100, (32, 25)) for _ in range(20)]
+    batches = [{"x": both[:, :-1], "y": both[:, 1:]} for both in tokens]
+    return Loop("a GRU", Recurrent, batches, classify)
+
+
 def compiled(rng: random.Random) -> Loop:
     batches = [{"x": torch.rand(64, 192), "y": torch.randint(0, 10, (64,))} for _ in range(20)]
     return Loop("a compiled model", lambda: torch.compile(mlp()), batches, classify)
@@ -246,7 +305,7 @@ def compiled(rng: random.Random) -> Loop:
 
 LOOPS = (
     padded_mixed, many_lengths, token_budget, growing_lengths, graphs_as_dict, graphs_as_objects,
-    ten_milliseconds, compiled,
+    lists_of_boxes, ten_milliseconds, recurrent, compiled,
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- the race

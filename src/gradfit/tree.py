@@ -64,6 +64,23 @@ def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
                 walk.enter(item)
 
 
+def leaves_and_lists(nest: Any) -> Iterator[Any]:
+    """The tensors of a nest and its outermost lists and tuples that hold some, in a fixed order.
+
+    >>> x, y = torch.zeros(2), torch.zeros(3)
+    >>> [type(found).__name__ for found in leaves_and_lists({"x": x, "rows": [{"y": y}], "n": [1]})]
+    ['Tensor', 'list']
+    """
+    walk = _NestWalk(nest)
+    for item in walk:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif type(item) not in (list, tuple):
+            walk.enter(item)
+        elif next(leaves(item), None) is not None:
+            yield item
+
+
 def _plain_tensors(nest: Any) -> Sequence[torch.Tensor] | None:
     """The tensors of a list, tuple or dict that holds nothing but plain tensors, numbers and
     strings; None of anything else. Of what such a nest holds, nothing is asked one by one: a batch

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradfit as gf
+from gradfit.fitting.batch_shapes import Shape, covers, growth, shape_of, tensors_of
 from gradfit.fitting.families import PlanningTime, _corner
 from gradfit.fitting.step_profiles import StepProfiles
-from gradfit.fitting.tested_plan import Shape, covers, growth, shape_of, tensors_of
 from gradfit.planning.api import bare_plan
 
 _dims = st.lists(st.integers(1, 40), min_size=2, max_size=2).map(tuple)
@@ -354,3 +354,76 @@ def test_time_for_plans_is_a_share_of_the_time_trained(monkeypatch: pytest.Monke
     now[0] += 5
     spent.end_step(begun)
     assert (before, after, spent.has_room_for(0)) == (True, False, True)
+
+
+class _Boxes(nn.Module):
+    """A number for each box, by its image and by the others of its image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.box, self.last = nn.Linear(12, 16), nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, images: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+        seen = self.image(images)
+        each = [self.box(of_image) + seen[at] for at, of_image in enumerate(boxes)]
+        near = [torch.softmax(h @ h.T, dim=-1) @ torch.tanh(h) for h in each]
+        return self.last(torch.cat(near)).squeeze(1)
+
+
+def _box_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    images, boxes = batch
+    found = model(images, boxes)
+    return found.square().sum(), len(found)
+
+
+def _split_boxes(batch: Any, size: int) -> Iterator[Any]:
+    images, boxes = batch
+    for start in range(0, len(boxes), size):
+        yield images[start : start + size], boxes[start : start + size]
+
+
+def test_lists_of_rows_whose_sizes_are_always_new_share_plans(profiled: list[int]) -> None:
+    torch.manual_seed(0)
+    rng = random.Random(0)
+
+    def batch() -> Any:
+        boxes = [torch.rand(rng.choice((0, 0, 1, 2, 3, 5, 9)), 4) for _ in range(12)]
+        return torch.rand(12, 12), [*boxes, torch.rand(1, 4)][1:]
+
+    batches = [batch() for _ in range(15)]
+    model, reference = _Boxes(), _Boxes()
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    budget = 64 << 10
+    step = gf.fit(model, optimizer, _box_loss, batches[0], memory=budget, split=_split_boxes)
+    before = profiled[0]
+    for one in batches[1:]:
+        with gf.meter(model, optimizer, one) as live:
+            step(one)
+        assert live.peak_bytes <= budget
+    assert profiled[0] == before
+    assert len(step.known) <= 4
+    for one in batches[1:]:
+        plain.zero_grad()
+        total, count = _box_loss(reference, one)
+        (total / count).backward()
+        plain.step()
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours, other, atol=1e-6)
+
+
+def _of_lists(*sizes: int) -> Shape:
+    return shape_of((torch.zeros(3), [torch.zeros(size, 4) for size in sizes]), rows=True)
+
+
+def test_a_list_of_rows_grows_by_what_is_in_it_together() -> None:
+    assert growth(_of_lists(0, 3, 3), _of_lists(3, 0, 3)) == 1.0
+    assert growth(_of_lists(0, 3, 3), _of_lists(4, 4, 4)) == 2.0
+    # as many elements, but more pairs of them
+    assert not covers(_of_lists(3, 3, 3, 3), _of_lists(6, 6, 0, 0))
+    assert not covers(_of_lists(6, 2, 2, 2), _of_lists(6, 6, 0, 0))
+    nested = [{"box": torch.zeros(n, 4), "label": torch.zeros(n, dtype=torch.long)} for n in (2, 0)]
+    assert len(shape_of({"x": torch.zeros(2), "targets": nested}, rows=True)) == 3
+    assert len(shape_of(nested, rows=True)) == 2
+    # a list of tensors is one of fields
+    assert len(shape_of([torch.zeros(2), torch.zeros(2)], rows=True)) == 2

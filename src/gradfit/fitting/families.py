@@ -29,7 +29,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, growth
+from gradfit.fitting.batch_shapes import Shape, covers, growth
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.api import plain_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan

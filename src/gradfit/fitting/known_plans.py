@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gradfit.fitting.batch_shapes import Shape, covers
 from gradfit.fitting.families import (
     covering,
     fewest_passes,
@@ -17,7 +18,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
-from gradfit.fitting.tested_plan import Shape, TestedPlan, covers
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.profiling.update_groups import may_be_cut
 
 

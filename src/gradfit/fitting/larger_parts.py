@@ -8,9 +8,10 @@ is measured, and from then on its shape goes by micro-batches as large as hold.
 from __future__ import annotations
 
 from gradfit.fitting.batch_rows import RowCounter
+from gradfit.fitting.batch_shapes import Shape, shape_of
 from gradfit.fitting.families import MOST_PLANS, in_larger_parts
 from gradfit.fitting.step_to_plan import StepToPlan
-from gradfit.fitting.tested_plan import Shape, TestedPlan, shape_of
+from gradfit.fitting.tested_plan import TestedPlan
 
 _ANY = 1 << 62  # rows
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from gradfit.batches.weights import UnreadableLoss
+from gradfit.fitting.batch_shapes import Shape
 from gradfit.fitting.families import PlanningTime
 from gradfit.fitting.known_plans import KnownPlans
 from gradfit.fitting.plan_comparison import PlanComparison
@@ -18,7 +19,7 @@ from gradfit.fitting.plan_search import may_be_beaten, plans_in_tiles
 from gradfit.fitting.plan_tools import PlanTools
 from gradfit.fitting.rival_plans import rivals_of
 from gradfit.fitting.step_to_plan import PlanRequest
-from gradfit.fitting.tested_plan import Shape, TestedPlan, keeps_whole_batch
+from gradfit.fitting.tested_plan import TestedPlan, keeps_whole_batch
 
 # Looking for rivals of a plan, and for plans in tiles, takes about so many of its steps.
 _RIVALS_STEPS, _TILES_STEPS = 4.0, 10.0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradfit import _torch_distributed as distributed
 from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting.batch_rows import BatchRows
+from gradfit.fitting.batch_shapes import Shape, shape_of
 from gradfit.fitting.families import PlanningTime, may_be_slow
 from gradfit.fitting.known_plans import KnownPlans
 from gradfit.fitting.larger_parts import LargerParts
@@ -23,7 +24,7 @@ from gradfit.fitting.plans_on_paper import cut_smaller, tighter_plan
 from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.reserved import ReservedMemory
 from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
-from gradfit.fitting.tested_plan import Shape, TestedPlan, keeps_whole_batch, shape_of
+from gradfit.fitting.tested_plan import TestedPlan, keeps_whole_batch
 from gradfit.fitting.trial import state_bytes
 from gradfit.planning.api import with_alternatives
 from gradfit.planning.plan import Plan

@@ -21,9 +21,10 @@ from typing import Any
 
 from gradfit import _torch_distributed as distributed
 from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.batch_shapes import PartShape, part_shape
 from gradfit.fitting.families import covering
 from gradfit.fitting.planner import Planner
-from gradfit.fitting.tested_plan import PartShape, TestedPlan, part_shape
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
 _MOST_SHAPES = 256  # of which something is remembered

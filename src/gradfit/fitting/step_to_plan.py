@@ -15,7 +15,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch_distributed import local_part
 from gradfit.batches.runner import MicroBatchRunner
 from gradfit.devices import counted_device, devices_of
-from gradfit.fitting.tested_plan import Shape
+from gradfit.fitting.batch_shapes import Shape
 from gradfit.planning.named_choices import Named
 
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars

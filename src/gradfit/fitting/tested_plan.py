@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
 
+from gradfit.fitting.batch_shapes import Shape
 from gradfit.planning.api import with_update_groups
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.follow_plan import Script, Unrecorded, UnrecordedRest, recording
 from gradfit.tiling.tile import with_tiles
-from gradfit.tree import leaves
-
-# of each tensor of a batch, without the rows
-Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-_DEPTH = 3  # objects inside of objects, as a Geometric batch has its store
-PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -150,81 +144,3 @@ def smaller(plan: Plan, min_batch: int) -> Plan:
     """The same plan at half the micro-batch, or the smallest that the model can run."""
     micro = max(min_batch, plan.micro_batch // 2)
     return dataclasses.replace(plan, micro_batch=micro, steps=-(-plan.batch_size // micro))
-
-
-def shape_of(batch: Any, *, rows: bool = False) -> Shape:
-    """What a plan depends on beside the number of rows; with them, where it is not dim 0 that is
-    cut (`split=`).
-    """
-    return tuple(
-        (tuple(tensor.shape[0 if rows else 1 :]), tensor.dtype) for tensor in tensors_of(batch)
-    )
-
-
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch; of an object that only `split=` can cut, those that it and what it
-    holds have.
-    """
-    return list(leaves(batch)) or _tensors_inside(batch)
-
-
-def _tensors_inside(holder: Any) -> list[torch.Tensor]:
-    """Those nearest to the surface first."""
-    tensors: list[torch.Tensor] = []
-    holders = [holder]
-    for _ in range(_DEPTH):
-        held = [
-            (field, list(leaves(field))) for field in chain.from_iterable(map(_fields, holders))
-        ]
-        tensors += chain.from_iterable(inside for _, inside in held)
-        holders = [field for field, inside in held if not inside and not callable(field)]
-    return tensors
-
-
-def _fields(holder: Any) -> list[Any]:
-    return (
-        list(holder.values())
-        if isinstance(holder, Mapping)
-        else list(getattr(holder, "__dict__", {}).values())
-    )
-
-
-def part_shape(part: Any) -> PartShape:
-    """By which a step remembers the micro-batches that left their plan."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_of(part))
-
-
-def covers(large: Shape, small: Shape) -> bool:
-    """Whether every tensor of the one shape is at least as large as the other's: then so are all
-    activations.
-    """
-    return _are_of_one_kind(large, small) and all(
-        all(x >= y for x, y in zip(a, b, strict=True))
-        for (a, _), (b, _) in zip(large, small, strict=True)
-    )
-
-
-def _are_of_one_kind(one: Shape, other: Shape) -> bool:
-    """Whether there are as many tensors, of the same types, with as many dimensions."""
-    return [(len(sizes), dtype) for sizes, dtype in one] == [
-        (len(sizes), dtype) for sizes, dtype in other
-    ]
-
-
-def growth(before: Shape, new: Shape) -> float:
-    """By how much the one shape is larger than the other where it is most; infinite if it is of
-    another kind.
-    """
-    if not _are_of_one_kind(before, new):
-        return math.inf
-    sizes = chain.from_iterable(
-        zip(old, grown, strict=True) for (old, _), (grown, _) in zip(before, new, strict=True)
-    )
-    return max((_times_as_large(old, size) for old, size in sizes), default=1.0)
-
-
-def _times_as_large(old: int, size: int) -> float:
-    """At least once."""
-    if size <= old:
-        return 1.0
-    return size / old if old else math.inf
