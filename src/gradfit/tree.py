@@ -41,14 +41,15 @@ def whole(content: Any) -> Whole:
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _TENSORS = frozenset({torch.Tensor})
 _PLAIN = _ATOMS | _TENSORS
-_dimensions_of = operator.attrgetter("ndim")
-_shape_of = operator.attrgetter("shape")
-_layout_of = operator.attrgetter("layout")
+_dimensions_of, _shape_of, _layout_of = map(operator.attrgetter, ("ndim", "shape", "layout"))
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors of a nest, in a fixed order."""
-    return iter((nest,)) if isinstance(nest, torch.Tensor) else _leaves_inside(nest)
+    if isinstance(nest, torch.Tensor):
+        return iter((nest,))
+    held = _plain_tensors(nest)
+    return _leaves_inside(nest) if held is None else iter(held)
 
 
 def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
@@ -197,7 +198,19 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
     """
     if _is_plain_tensor(batch):
         return len(batch)
-    return _size_of(batch, _holders(batch), name)
+    held = _plain_tensors(batch)
+    rows = _rows_of_tensors(held) if held else None
+    return _size_of(batch, _holders(batch), name) if rows is None else rows
+
+
+def _rows_of_tensors(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The rows on which all of them agree that have any; None if they do not, or one cannot be
+    cut.
+    """
+    if set(map(_layout_of, tensors)) != {torch.strided}:
+        return None
+    rows = {shape[0] for shape in set(map(_shape_of, tensors)) if shape}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def _is_plain_tensor(batch: Any) -> bool:
@@ -231,11 +244,8 @@ def _common_rows(batch: Any, holders: Mapping[int, Any]) -> int | None:
             sizes.add(len(nest))
         else:
             left += [item for _, item, _ in _named_items(nest)]
-    if set(map(_layout_of, tensors)) != {torch.strided}:
-        return None
-    of_tensors = {shape[0] for shape in set(map(_shape_of, tensors)) if shape}
-    sizes |= of_tensors
-    return sizes.pop() if of_tensors and len(sizes) == 1 else None
+    rows = _rows_of_tensors(tensors)
+    return rows if sizes <= {rows} else None
 
 
 def _size_by_entries(batch: Any, holders: Mapping[int, Any], name: str) -> int:
@@ -345,6 +355,11 @@ def split_batch(batch: Any, size: int, rows: int | None = None) -> Iterator[Any]
     if _is_plain_tensor(batch):
         yield from (batch[start : start + size] for start in range(0, len(batch), size))
         return
+    held = _plain_tensors(batch) if type(batch) is dict else None
+    if held and rows is not None and _rows_of_tensors(held) == rows:
+        for start in range(0, rows, size):
+            yield _replaced_inside(batch, held, operator.itemgetter(slice(start, start + size)))
+        return
     holders = _holders(batch)
     for start in range(0, _size_of(batch, holders) if rows is None else rows, size):
         yield _take(batch, slice(start, start + size), holders)
@@ -427,6 +442,9 @@ def unmarked_with_leaves(nest: Any) -> tuple[Any, list[torch.Tensor]]:
     """The same, and its tensors in order, in one walk where there are no marks."""
     if isinstance(nest, torch.Tensor):
         return nest, [nest]
+    held = _plain_tensors(nest)
+    if held is not None:
+        return nest, [*held]
     tensors: list[torch.Tensor] = []
     walk = _NestWalk(nest)
     for item in walk:

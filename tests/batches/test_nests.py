@@ -204,3 +204,23 @@ def test_a_model_of_modules_deeper_than_torch_can_walk_is_refused() -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with pytest.raises(MisuseError, match="setrecursionlimit"):
         gf.fit(model, optimizer, lambda model, x: model(x).mean(), torch.ones(2, 2), memory=10**6)
+
+
+def test_a_batch_of_tensors_alone_is_read_and_cut_without_a_walk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As nearly all are, and in every step: it is the same as what the walk gives."""
+    x, y, scale = torch.arange(6).view(3, 2), torch.arange(3), torch.tensor(2.0)
+    plain = {"x": x, "scale": scale, "y": y}
+    walked = OrderedDict(plain)
+    parts = list(tree.split_batch(walked, 2, 3))
+    monkeypatch.setattr(tree, "_NestWalk", None)
+    for batch in (plain, [*plain.values()], tuple(plain.values())):
+        assert list(map(id, tree.leaves(batch))) == [id(x), id(scale), id(y)]
+        assert tree.size_of_batch(batch) == 3
+        assert tree.unmarked_with_leaves(batch)[0] is batch
+    for part, other in zip(tree.split_batch(plain, 2, 3), parts, strict=True):
+        assert list(part) == list(other)
+        assert type(part) is dict
+        assert all(torch.equal(part[key], other[key]) for key in part)
+        assert part["scale"] is scale
