@@ -133,10 +133,29 @@ def test_a_forward_that_writes_to_what_is_trained_is_refused_before_it_does(how:
     model = Shrinks(how)
     before, memory = model.layer.weight.detach().clone(), model.layer.weight.data_ptr()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(gf.MisuseError, match=r"writes to 'layer.weight'.*after step\(batch\)"):
+    with pytest.raises(
+        gf.MisuseError, match=r"writes to 'layer.weight', a parameter, .*after step\(batch\)"
+    ):
         gf.fit(model, optimizer, lambda m, x: m(x).mean(), torch.ones(6, 4), memory=None)
     assert torch.equal(model.layer.weight, before)
     assert model.layer.weight.data_ptr() == memory
+
+
+def test_a_forward_that_writes_to_a_tensor_that_is_no_buffer_is_refused_before_it_does() -> None:
+    class Counting(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.seen = [{"rows": torch.zeros(())}]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen[0]["rows"] += len(x)
+            return super().forward(x)
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gf.MisuseError, match=r"writes to 'seen', a tensor .* as a buffer"):
+        gf.fit(model, optimizer, masked, batch(), memory="64 MiB")
+    assert not model.seen[0]["rows"]
 
 
 def test_the_same_in_a_buffer_is_left_whole_and_put_back() -> None:

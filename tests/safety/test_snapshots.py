@@ -1,12 +1,14 @@
-"""Whatever is tried, or fails, leaves a model as it was: buffers, attributes, modes, gradients,
-generators.
+"""Whatever is tried, or fails, leaves a model as it was: buffers, attributes and what is in them,
+modes, gradients, generators.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import warnings
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +40,22 @@ class Restless(nn.Module):
         self.register_buffer("written", torch.zeros(3))
         self.register_buffer("absent", None)
         self.calls = 0
+        self.held: dict[str, Any] = {
+            "list": [0],
+            "queue": deque([1, 2], maxlen=2),
+            "names": {1.0},
+            "counter": Counter("ab"),
+            "in order": OrderedDict(a=1, b=2),
+        }
+        self.generators = (
+            torch.Generator(),
+            np.random.default_rng(0),
+            np.random.RandomState(0),
+            random.Random(0),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change_what_it_holds()
         self.reassigned = self.reassigned + 1
         self.written.add_(float(np.random.rand()))
         self.absent = torch.ones(2)
@@ -47,6 +63,17 @@ class Restless(nn.Module):
         if not hasattr(self, "cached"):
             self.register_buffer("cached", torch.ones(4) * random.random())
         return self.last(F.dropout(self.norm(self.first(x)).relu(), 0.2)) * (1 + 0.01 * self.calls)
+
+    def change_what_it_holds(self) -> None:
+        own, numpys, old_numpys, pythons = self.generators
+        self.noise = torch.rand(1, generator=own)
+        drawn = numpys.random() + old_numpys.random()
+        self.held["list"].append(drawn + pythons.random())
+        self.held["queue"].append(drawn)
+        self.held["names"].add(drawn)
+        self.held["counter"].update("a")
+        self.held["in order"].move_to_end("a")
+        self.held["in order"]["c"] = drawn
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -69,11 +96,19 @@ def state(model: nn.Module) -> dict[str, Any]:
         },
         "modes": [module.training for module in model.modules()],
         "calls": getattr(model, "calls", None),
+        "held": {name: [*items] for name, items in getattr(model, "held", {}).items()},
+        "own generators": [*map(drawn_next, getattr(model, "generators", ()))],
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": np.random.get_state()[1].tolist(),
         "collector": gc.get_threshold(),
     }
+
+
+def drawn_next(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return str(torch.rand(3, generator=generator.clone_state()))
+    return repr(copy.deepcopy(generator).random())
 
 
 def same(a: Any, b: Any) -> bool:
@@ -368,6 +403,20 @@ def test_a_hook_that_a_trial_sets_goes_with_it() -> None:
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert len(model.collected) == 1
+
+
+def test_an_object_of_another_kind_is_not_looked_into() -> None:
+    """It may be a trainer, or the data."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+    model, trainer = nn.Linear(2, 2), Trainer()
+    model.trainer = trainer  # type: ignore[assignment]
+    with untouched(model):
+        trainer.seen.append(1)
+    assert trainer.seen == [1]
 
 
 def test_the_gradient_of_a_tied_parameter_is_added_once() -> None:

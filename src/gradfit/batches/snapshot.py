@@ -5,11 +5,11 @@ What a snapshot knows, beside the parameters' content, which only an optimizer c
 
 1. Buffers, by module and name. One that the forward wrote to gets its content back; one that it put
    another tensor in the place of (`self.count = self.count + 1`) is the first tensor again.
-2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was. Lists
-   and dicts that a module holds are the same objects as before, with what was put into them; hooks
-   that were set since go.
+2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was, and so
+   is what is in the lists, dicts and sets that it holds (`held_state.py`); hooks that were set
+   since go.
 3. Gradients, those that FSDP2 has not reduced yet too.
-4. Random generators: torch's on every device, Python's, NumPy's.
+4. Random generators: torch's on every device, Python's, NumPy's, and those that a module holds.
 5. The garbage collector's thresholds, the hooks that are set for all modules, and what contexts
    have set for this thread: Ctrl-C may have ended one, torch's own too, when it had just begun.
 """
@@ -30,6 +30,7 @@ import torch
 from gradfit._torch import global_module_hooks, gradient_of
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
 from gradfit._torch_listen import ThreadState
+from gradfit.batches.held_state import HeldState
 from gradfit.batches.model_tree import ModelTree, joined
 from gradfit.batches.numpy_generator import numpy_state
 from gradfit.batches.python_generator import python_state
@@ -194,6 +195,7 @@ class Snapshot:
         self._model, tree = model, tree or ModelTree(model)
         self._modules = tree.modules
         self._attributes: list[dict[str, Any]] = [*map(dict.copy, map(vars, tree.modules))]
+        self._held = HeldState(self._attributes)
         # of the modules that have any, by position: most have none
         self._hooks = _hooks_by_position(self._attributes)
         self._buffers = _buffers_by_position(tree.modules)
@@ -260,6 +262,7 @@ class Snapshot:
                 self._hooks.get(position, {}),
                 self._buffers.get(position, {}),
             )
+        self._held.restore()
 
     def restore_settings(self, *, thread: bool = True) -> None:
         """Only what is set for this thread, and for the process: where the rest has changed for

@@ -30,7 +30,7 @@ from gradfit.distributed.shared_window import AllRanks
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
-from gradfit.fitting.parameter_writes import refuse_parameter_writes
+from gradfit.fitting.forward_writes import refuse_forward_writes
 from gradfit.fitting.planner import Planner
 from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
@@ -153,7 +153,7 @@ def fit(
     check_model(model)
     check_members(model, optimizer)
     runner = MicroBatchRunner(model, loss_fn, split)
-    refuse_parameter_writes(runner, sample_batch)
+    refuse_forward_writes(runner, sample_batch)
     accumulator = BareAccumulator(
         optimizer,
         clip=clip,

@@ -17,6 +17,7 @@ import torch
 from gradfit._torch import NEEDS_CONTENT, NO_FAKE_KERNEL, FakeTensor, fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit.batches.held_state import HeldState
 from gradfit.errors import UnsupportedOp
 from gradfit.source_line import source_line
 from gradfit.tape.operators import info_of
@@ -98,12 +99,13 @@ def emptied(
     model: torch.nn.Module, shapes: Shapes, device: torch.device
 ) -> Iterator[Callable[[torch.Tensor, int], torch.Tensor]]:
     """Put shapes in the place of the model's tensors, and afterwards all of each module's
-    attributes as they were.
+    attributes, and what is in them, as they were.
 
     Gives the function that does the same to a tensor of the batch, with so many times its rows.
     """
     stand_ins = _StandIns(shapes, device if next(model.parameters()).is_meta else None, device)
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = HeldState(original for _, original in attributes)
     try:
         for present, original in attributes:
             present.update(stand_ins.for_attributes(original))
@@ -112,6 +114,7 @@ def emptied(
         for present, original in attributes:  # a cache that the forward filled with shapes goes too
             present.clear()
             present.update(original)
+        held.restore()
 
 
 class _StandIns:

@@ -1,8 +1,9 @@
-"""A forward that writes to parameters, as one that averages a teacher's does, or clamps weights.
+"""A forward that writes to what nothing could put back.
 
-Trials would change them, each micro-batch would, and nothing could put them back: copies of them
-are what a budget has no room for. So one forward of few rows is run in which such a write is
-refused before it happens.
+Those are parameters, which one that averages a teacher's writes to, or clamps weights, and tensors
+that modules hold without having registered them as buffers. Trials would change them, and each
+micro-batch would; copies of them are what a budget has no room for. So one forward of few rows is
+run in which such a write is refused before it happens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_operator
 from gradfit._torch_listen import DispatchMode, eager_functions
 from gradfit.batches.additivity import batch_norms
+from gradfit.batches.held_state import held_tensors
 from gradfit.batches.runner import MicroBatchRunner
 from gradfit.batches.shares import run_without_activations
 from gradfit.batches.snapshot import trials_end, untouched
@@ -25,22 +27,22 @@ from gradfit.tree import unmarked
 
 
 class _Written(MisuseError):
-    """A parameter is about to be written to."""
+    """What nothing could put back is about to be written to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
-            f"A forward writes to {name!r}, a parameter, so trials and each micro-batch would"
-            " change it. Write to it after step(batch), as an optimizer does and"
-            " torch.optim.swa_utils.AveragedModel, or register it as a buffer."
+            f"A forward writes to {what}, so trials and each micro-batch would change it. Write to"
+            " it after step(batch), as an optimizer does and torch.optim.swa_utils.AveragedModel,"
+            " or register it as a buffer."
         )
 
 
 class _RefuseWrites(DispatchMode):
-    """Raises before an operator writes to one of these parameters."""
+    """Raises before an operator writes to one of these tensors; `named` says what they are."""
 
-    def __init__(self, named: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._names = {memory_of(parameter): name for name, parameter in named.items()}
+        self._names = {memory_of(tensor): name for name, tensor in named.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,8 +54,8 @@ class _RefuseWrites(DispatchMode):
         return func(*args, **kwargs)
 
 
-def refuse_parameter_writes(runner: MicroBatchRunner, batch: Any) -> None:
-    """Run a few rows, and refuse a forward that writes to parameters.
+def refuse_forward_writes(runner: MicroBatchRunner, batch: Any) -> None:
+    """Run a few rows, and refuse a forward that writes to what nothing could put back.
 
     Args:
         runner: the model and its loss.
@@ -64,15 +66,30 @@ def refuse_parameter_writes(runner: MicroBatchRunner, batch: Any) -> None:
     """
     if distributed.is_running():  # where a forward alone would wait for others
         return
-    named = dict(runner.model.named_parameters())
+    named = {**_parameters(runner.model), **_unregistered(runner.model)}
     part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
     with trials_end(), untouched(runner.model), eager_functions():
         _run_refusing(runner, part, named)
 
 
-def _run_refusing(
-    runner: MicroBatchRunner, part: Any, named: dict[str, torch.nn.Parameter]
-) -> None:
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{name!r}, a parameter": one for name, one in model.named_parameters()}
+
+
+def _unregistered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of the model that are not what a forward has computed, and lie in no parameter's and
+    no buffer's memory.
+    """
+    registered = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    attributes = {name: vars(module) for name, module in model.named_modules()}
+    return {
+        f"{name!r}, a tensor of the model that is no buffer": tensor
+        for name, tensor in held_tensors(attributes)
+        if tensor.grad_fn is None and memory_of(tensor) not in registered
+    }
+
+
+def _run_refusing(runner: MicroBatchRunner, part: Any, named: dict[str, torch.Tensor]) -> None:
     before = {name: (memory_of(one), one.data) for name, one in named.items()}
     try:
         with _RefuseWrites(named), warnings.catch_warnings():

@@ -1,0 +1,120 @@
+"""What a forward changes inside of what modules hold: lists, dicts and sets, and random generators
+of their own.
+
+An attribute that is put back is the same list as before, with what a forward has put into it. So
+the contents go back, too: a counter in a dict would otherwise be further after trials than
+training is, and a list of losses that somebody adds up would hold those of a pass that failed.
+Other objects may be anything (a trainer, a data set), and stay as they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+_TORCHS_OWN = frozenset(vars(torch.nn.Module()))  # tables that a snapshot puts back itself
+_HOLDS_NOTHING = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.nn.Parameter}
+)
+
+_PutBack = Callable[[], object]
+
+
+class HeldState:
+    """The contents of lists, dicts, sets and generators that modules hold, as they are now.
+
+    >>> module = torch.nn.Module()
+    >>> module.counts = {"calls": [1]}
+    >>> held = HeldState([vars(module)])
+    >>> module.counts["calls"].append(2)
+    >>> held.restore()
+    >>> module.counts
+    {'calls': [1]}
+    """
+
+    def __init__(self, attributes: Iterable[dict[str, Any]]) -> None:
+        """Look at everything. `attributes` are those of each module."""
+        self._put_back: dict[int, _PutBack] = {}
+        left = [
+            value
+            for names in attributes
+            if len(names) > len(_TORCHS_OWN)
+            for name in names.keys() - _TORCHS_OWN
+            if type(value := names[name]) not in _HOLDS_NOTHING
+        ]
+        while left:
+            thing = left.pop()
+            if id(thing) not in self._put_back:
+                inside, put_back = _contents_of(thing)
+                self._put_back[id(thing)] = put_back
+                left += [item for item in inside if type(item) not in _HOLDS_NOTHING]
+
+    def restore(self) -> None:
+        """Put the contents back into the same objects."""
+        for put_back in self._put_back.values():
+            put_back()
+
+
+def held_tensors(attributes: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules hold as attributes, or in lists and dicts, by the attribute's name;
+    neither parameters nor buffers. `attributes` are those of each module, by its name.
+    """
+    for module, names in attributes.items():
+        for name in names.keys() - _TORCHS_OWN:
+            left, seen = [names[name]], set[int]()
+            while left:
+                thing = left.pop()
+                if isinstance(thing, torch.Tensor):
+                    yield f"{module}.{name}".lstrip("."), thing
+                elif type(thing) not in _HOLDS_NOTHING and id(thing) not in seen:
+                    seen.add(id(thing))
+                    left += _contents_of(thing)[0]
+
+
+def _contents_of(thing: Any) -> tuple[Iterable[Any], _PutBack]:
+    """What is in it, and how that is put back. Methods are those of Python's own types, since a
+    subclass may do more: `Counter.update` adds.
+    """
+    if isinstance(thing, dict):
+        kind: Any = OrderedDict if isinstance(thing, OrderedDict) else dict
+        items = dict(kind.items(thing))
+        return items.values(), partial(_refill, thing, kind.clear, kind.update, items)
+    if isinstance(thing, list):
+        listed = list.copy(thing)
+        return listed, partial(_refill, thing, list.clear, list.extend, listed)
+    if isinstance(thing, set):
+        return (), partial(_refill, thing, set.clear, set.update, set(thing))
+    if isinstance(thing, deque):
+        queued = [*thing]
+        return queued, partial(_refill, thing, deque.clear, deque.extend, queued)
+    if isinstance(thing, tuple):
+        return thing, _nothing
+    return (), _generator_put_back(thing)
+
+
+def _nothing() -> None: ...
+
+
+def _refill(thing: Any, clear: Any, fill: Any, content: Any) -> None:
+    clear(thing)
+    fill(thing, content)
+
+
+def _generator_put_back(thing: Any) -> _PutBack:
+    """How a random generator draws once more what it is about to draw."""
+    if isinstance(thing, torch.Generator):
+        before = thing.clone_state()
+        return lambda: thing.set_state(before.get_state())
+    if isinstance(thing, np.random.Generator):
+        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
+    if isinstance(thing, np.random.RandomState):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
+        return partial(thing.setstate, thing.getstate())
+    return _nothing
