@@ -106,7 +106,10 @@ class _NothingSaved(RuntimeError):
 
 
 def _keep_numbers(tensor: Tensor) -> Tensor | None:
-    return tensor if tensor.numel() <= 1 else None
+    if tensor.numel() > 1:
+        return None
+    # without its graph: a node that saves its own result would hold itself, and all before it
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _give_back(kept: Tensor | None) -> Tensor:
