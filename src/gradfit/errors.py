@@ -52,7 +52,7 @@ class StateError(MisuseError):
 
 
 class StateNotWritten(GradfitError, OSError):
-    """A state that could not be saved: the disk is full, or gone. The one before it is whole."""
+    """A state that could not be saved: the disk is full, or gone. One before it is whole."""
 
 
 class OffloadError(GradfitError, OSError):

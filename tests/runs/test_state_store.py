@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import pickle
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradfit.errors import MisuseError, StateError
+from gradfit.errors import MisuseError, StateError, StateNotWritten
 from gradfit.runs import state_files as state_module
 from gradfit.runs.state_files import StateStore
 
@@ -233,3 +235,26 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MisuseError, match="Pass another directory as --out"):
         StateStore(tmp_path / "file" / "run").prepare()
+
+
+def test_a_directory_that_is_gone_or_has_no_state_yet_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StateStore(tmp_path / "out")
+    store.prepare()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradfit.runs.state_files.save_file", full)
+        with pytest.raises(StateNotWritten, match="None is there"):
+            store.save({"step": 0}, step=0)
+    store.save({"step": 0}, step=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("gradfit.runs.state_files.save_file", full)
+        with pytest.raises(StateNotWritten, match="The one before it is whole"):
+            store.save({"step": 1}, step=1)
+    shutil.rmtree(store.directory)
+    with pytest.raises(StateNotWritten, match=r"No such file.*None is there.*--out"):
+        store.save({"step": 1}, step=1)

@@ -122,10 +122,13 @@ class StateStore:
         """
         self._check(content)
         data, tensors = flatten(content)
-        name = f"state-{step:08d}-{micro:04d}"
+        with naming(self.directory):
+            return self._write(f"state-{step:08d}-{micro:04d}", data, tensors)
+
+    def _write(self, name: str, data: Any, tensors: dict[str, torch.Tensor]) -> Path:
         target = self.directory / name
         self._remove_leftovers()
-        with naming(self.directory), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             temporary = self.directory / f".{name}.safetensors.tmp"
             undo.callback(temporary.unlink, missing_ok=True)
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
@@ -236,15 +239,23 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def naming(directory: Path) -> Iterator[None]:
-    """A disk that is full, or gone: say which, and that nothing is lost."""
+    """A disk that is full, or gone: say which, and what is there all the same."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
+        before = "The one before it is whole" if _has_a_state(directory) else "None is there"
         raise StateNotWritten(
-            f"The state could not be written to {str(directory)!r}: {why}. The one before it is"
-            " whole. Make room there and go on with --resume, or pass another directory as --out."
+            f"The state could not be written to {str(directory)!r}: {why}. {before}. Make room"
+            " there and go on with --resume, or pass another directory as --out."
         ) from error
+
+
+def _has_a_state(directory: Path) -> bool:
+    try:
+        return any(_NAME.fullmatch(path.stem) for path in directory.glob("*.json"))
+    except OSError:
+        return False
 
 
 _held: set[int] = set()  # directories that are open because they are taken
