@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,11 +130,11 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), [0]
+        self.linear, self.own = nn.Linear(4, 4), SimpleNamespace(calls=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        return self.linear(x) * self.calls[0]
+        self.own.calls += 1
+        return self.linear(x) * self.own.calls
 
 
 def test_hidden_state_is_told_apart_from_a_replay_that_differs() -> None:

@@ -8,7 +8,7 @@ import dataclasses
 
 from gradfit.devices import wait_for
 from gradfit.fitting.families import with_slack
-from gradfit.fitting.step_to_plan import StepToPlan, local_bytes, trained
+from gradfit.fitting.step_to_plan import StepToPlan, has_sparse_gradients, local_bytes, trained
 from gradfit.fitting.tested_plan import TestedPlan, with_update_copy
 from gradfit.fitting.trial import state_bytes
 from gradfit.fitting.update_rollback import UpdateSnapshot
@@ -39,6 +39,9 @@ class PlanFinisher:
             return tested
         changed = local_bytes(trained(self._step.model))
         copied = changed + tested.profile.optimizer_bytes
+        # what sparse gradients take beside the update is not in the profile, only in the trial
+        if has_sparse_gradients(self._step.model) and tested.peak_bytes + copied > limit_bytes:
+            return tested
         with_copy = with_update_copy(tested, copied, limit_bytes)
         # else steps tell the seconds
         if not with_copy.copied or not changed or not self._step.compares_ahead:

@@ -103,9 +103,7 @@ class StepToPlan:
         """Whether the update may be run over groups of parameters: it is ours, and no gradient is
         sparse.
         """
-        return self.is_ours and not any(
-            getattr(module, "sparse", False) for module in self.model.modules()
-        )
+        return self.is_ours and not has_sparse_gradients(self.model)
 
 
 class PlanRequest(NamedTuple):
@@ -117,6 +115,13 @@ class PlanRequest(NamedTuple):
     shape: Shape
     is_first: bool
     """There is no plan yet: names that were asked for must be found."""
+
+
+def has_sparse_gradients(model: torch.nn.Module) -> bool:
+    """Whether an embedding's are: torch adds them up by putting one behind the other, so that they
+    grow with each micro-batch.
+    """
+    return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:

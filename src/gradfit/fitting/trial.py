@@ -33,12 +33,13 @@ from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.progress import ProgressReport
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord
-from gradfit.fitting.step_to_plan import StepToPlan
+from gradfit.fitting.step_to_plan import StepToPlan, has_sparse_gradients
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.update_requests import DeviceUpdates
 from gradfit.profiling.meter import Meter, meter
 from gradfit.recompute.evict import LimitGuard, LimitRefusal
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
+from gradfit.tape.storage import sparse_parts
 from gradfit.tree import repeat_rows
 
 # on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
@@ -177,12 +178,15 @@ class _Trial:
             self._run(cut, None, lambda part, beside: self._evict(part, limit_bytes, beside))
 
     def run_planned(self, most_bytes: int | None, weights: BatchWeights) -> None:
-        """As most of a step's micro-batches are; or the first two."""
+        """As most of a step's micro-batches are; or the first two; or all, where each leaves larger
+        gradients than the one before.
+        """
 
         def follow(part: Part, beside: int) -> None:
             self._follow(part, weights)
 
-        first, *others = self._two_full_parts()
+        number = self._plan.steps if has_sparse_gradients(self._model) else 2
+        first, *others = self._full_parts(number)
         if others and self._may_have_gradients():
             with _gradients_there(self._model) as gradients:
                 self._run(others[-1], most_bytes, follow)
@@ -192,12 +196,12 @@ class _Trial:
         for part in (first, *others):
             self._run(part, most_bytes, follow)
 
-    def _two_full_parts(self) -> Iterator[Any]:
-        """The first two parts; the first again where the second has fewer rows, which would have to
-        be repeated in memory that no step takes.
+    def _full_parts(self, number: int) -> Iterator[Any]:
+        """So many parts, if there are; the first again where another has fewer rows, which would
+        have to be repeated in memory that no step takes.
         """
         size = self._plan.micro_batch
-        first, *others = islice(self._runner.cut(self._batch, size), 2)
+        first, *others = islice(self._runner.cut(self._batch, size), number)
         yield first
         for other in others:
             is_full = self._runner.split is not None or self._runner.rows(other) == size
@@ -205,9 +209,9 @@ class _Trial:
 
     def _may_have_gradients(self) -> bool:
         """Whether gradients may be put there before: the ranks' are moved about, sparse ones are as
-        large as a pass makes them, and an allocator is followed from the first pass on.
+        large as the passes make them, and an allocator is followed from the first pass on.
         """
-        sparse = any(getattr(module, "sparse", False) for module in self._model.modules())
+        sparse = has_sparse_gradients(self._model)
         return not (distributed.is_running() or sparse or self._record.is_followed)
 
     # -- running one ------------------------------------------------------------------------------
@@ -236,7 +240,8 @@ class _Trial:
             both_passes(Part(0, size, content), beside)
         self._rest_bytes = rest
         self._passes_bytes = max(self._passes_bytes, live.peak_bytes + rest)
-        self._update_bytes = live.current_bytes + rest + self._burst_bytes
+        burst = max(self._burst_bytes, _largest_sparse_bytes(self._model))
+        self._update_bytes = live.current_bytes + rest + burst
 
     def _follow(self, part: Part, weights: BatchWeights) -> None:
         """Both passes of one micro-batch by the plan.
@@ -316,6 +321,20 @@ class _Trial:
         return record.reserved_bytes(update, copied=False), record.reserved_bytes(
             update, copied=True
         )
+
+
+def _largest_sparse_bytes(model: torch.nn.Module) -> int:
+    """Of one sparse gradient: in a copy, its rows are put together before it is scaled, or its norm
+    is taken.
+    """
+    gradients = [parameter.grad for parameter in model.parameters()]
+    sparse = [one for one in gradients if one is not None and one.is_sparse]
+    return max(map(_allocated_bytes, sparse), default=0)
+
+
+def _allocated_bytes(sparse: torch.Tensor) -> int:
+    """More than its parts have where torch has put rows together: they lie in as much as before."""
+    return sum(part.untyped_storage().nbytes() for part in sparse_parts(sparse))
 
 
 class _GradientsThere:
