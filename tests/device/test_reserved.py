@@ -134,7 +134,10 @@ def test_the_counter_is_what_was_predicted(sim: Any, optimizer: str, dropout: fl
     assert peak_reserved() - others == step.plan.reserved_bytes
 
 
-STEPPERS = OPTIMIZERS | {"capturable": lambda p: torch.optim.AdamW(p, capturable=True)}
+STEPPERS = OPTIMIZERS | {
+    "capturable": lambda p: torch.optim.AdamW(p, capturable=True),
+    "scaled": lambda p: torch.optim.AdamW(p, fused=True),
+}
 
 
 def attending(dropout: float) -> nn.Module:
@@ -155,12 +158,17 @@ def class_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch).flatten(0, 1), classes)
 
 
-LOSSES = {"AdamW": square_loss, "SGD": class_loss}
+def scaled_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("sim", torch.float16):
+        return class_loss(model, batch)
 
 
-@pytest.mark.parametrize("optimizer", LOSSES)
+LOSSES = {"AdamW": square_loss, "SGD": class_loss, "scaled": scaled_loss}
+
+
+@pytest.mark.parametrize("how", LOSSES)
 def test_each_request_of_a_step_was_foreseen(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    sim: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Sizes, order, and when what was asked for is free again: so whatever segments come of it are
     those that were predicted.
@@ -184,10 +192,12 @@ def test_each_request_of_a_step_was_foreseen(
 
     monkeypatch.setattr(reserved, "AllOnPaper", Noted)
     model, batch = attending(0.0), torch.randn(24, 24, 16)
-    stepper = STEPPERS[optimizer](model.parameters())
+    stepper = STEPPERS[how](model.parameters())
+    scaler = torch.amp.GradScaler("sim") if how == "scaled" else None
     step = gf.fit(
-        model, stepper, LOSSES[optimizer], batch, "4 MiB", micro_batch="whole", reproducible=True
-    )
+        model, stepper, LOSSES[how], batch, "4 MiB", micro_batch="whole", scaler=scaler,
+        reproducible=True,
+    )  # fmt: skip
     history = RequestHistory([torch.device("sim", 0)])
     history.begin()
     try:

@@ -171,6 +171,7 @@ def fit(
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
         wide=dtype,
+        scaler=scaler,
         is_ours=True,
         micro_batch=size,
         whole=micro_batch == "whole",

@@ -35,6 +35,7 @@ class StepToPlan:
         reserved_bytes: of communication buckets, which no meter sees.
         reduce_bytes: what adding up over the ranks takes for a moment.
         wide: in which type the optimizer works, if the parameters are narrower.
+        scaler: scales the losses and steps the optimizer; None if nobody scales.
         is_ours: its update is ours, too: while the optimizer steps there is a copy of what it
             changes, if the budget has room, and it may be stepped in groups.
         micro_batch: the size that was asked for, if one was.
@@ -53,6 +54,7 @@ class StepToPlan:
     reserved_bytes: int = 0
     reduce_bytes: int = 0
     wide: torch.dtype | None = None
+    scaler: Any = None
     is_ours: bool = False
     micro_batch: int | None = None
     whole: bool = False

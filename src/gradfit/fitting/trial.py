@@ -24,10 +24,11 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.late_weights import LATE_TYPES, LateWeights
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.runner import MicroBatchRunner, Part
+from gradfit.batches.runner import Part
 from gradfit.batches.snapshot import Snapshot, untouched
-from gradfit.batches.weights import BatchWeights
-from gradfit.devices import counted_device, free_cached_memory
+from gradfit.batches.totals import LossTotals
+from gradfit.batches.weights import BatchWeights, CountFirst
+from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.modes import Planned, WithinLimit
@@ -35,7 +36,7 @@ from gradfit.fitting.progress import ProgressReport
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord
 from gradfit.fitting.step_to_plan import StepToPlan, has_sparse_gradients
 from gradfit.fitting.tested_plan import TestedPlan
-from gradfit.fitting.update_requests import DeviceUpdates
+from gradfit.fitting.update_requests import DeviceUpdates, make_numbers
 from gradfit.profiling.meter import Meter, meter
 from gradfit.recompute.evict import LimitGuard, LimitRefusal
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
@@ -80,8 +81,10 @@ class Trials:
         self.left = ""
         """Where the last trial left its plan."""
         self._step, self._loss, self._reserved, self._progress = step, loss, reserved, progress
+        # where gradients are added up in a wider type a copy of the scaler would get narrow ones
+        scaler = step.scaler if step.wide is None else None
         self._updates = DeviceUpdates(
-            step.model, step.optimizer, reserved.devices, step.limit_bytes
+            step.model, step.optimizer, reserved.devices, step.limit_bytes, scaler
         )
 
     def within_limit(self, untested: TestedPlan, batch: Any) -> TestedPlan | None:
@@ -112,7 +115,7 @@ class Trials:
         self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
         with untouched(step.model) as before:
             record = TrialRecord(self._reserved)
-            trial = _Trial(step.runner, step.optimizer, untested, batch, before, record)
+            trial = _Trial(step, untested, batch, before, record)
             try:
                 with record:
                     if online_bytes is not None:
@@ -149,21 +152,21 @@ class _Trial:
 
     def __init__(
         self,
-        runner: MicroBatchRunner,
-        optimizer: Any,
+        step: StepToPlan,
         untested: TestedPlan,
         batch: Any,
         before: Snapshot,
         record: TrialRecord,
     ) -> None:
-        self._runner, self._model, self._optimizer = runner, runner.model, optimizer
+        self._runner, self._model, self._optimizer = step.runner, step.model, step.optimizer
+        self._scaler = step.scaler if step.scaler is not None and step.scaler.is_enabled() else None
         self._untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         self._plan, self._batch, self._before, self._record = untested.plan, batch, before, record
-        self._device = counted_device(runner.model)
+        self._device = step.device
         profile = untested.profile
         self._burst_bytes = profile.updating(self._plan.update_groups).optimizer_burst_bytes
         # what its first step will allocate
-        self._waiting_bytes = max(0, profile.optimizer_bytes - state_bytes(optimizer))
+        self._waiting_bytes = max(0, profile.optimizer_bytes - state_bytes(step.optimizer))
         self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
         self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
         self._rest_bytes = 0  # of the batch, which a trial does not hold
@@ -230,6 +233,8 @@ class _Trial:
         held = meter(content, device=self._device).current_bytes
         rest = max(0, self._batch_bytes - held)
         if not self._record.begun:  # a step, too, has copies of the buffers to go back to
+            if self._scaler is not None and self._record.is_followed:
+                make_numbers(self._scaler, self._model)
             beside_trial = _beside_trial(rest, self._plan.steps)
             self._record.begin(*resident, self._before.buffers, beside=beside_trial)
         beside = self._waiting_bytes + rest
@@ -267,6 +272,12 @@ class _Trial:
         an accelerator's losses are held, as a step does.
         """
         loss = part_loss.loss
+        if self._scaler is not None:  # a step reads at once what the loss weighs
+            totals = LossTotals()
+            with contextlib.suppress(CountFirst):  # a step counts its parts before, and not here
+                totals.add(part_loss, weights.of(part_loss))
+            self._numbers.append(totals)
+            return self._scaler.scale(loss), None
         if loss.is_cpu or loss.dtype not in LATE_TYPES:
             self._numbers.append(loss.detach())
             return loss, None

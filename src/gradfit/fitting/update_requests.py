@@ -8,9 +8,11 @@ the next step finds: sizes alone do not say it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_memory_history import RequestHistory, Requests
+from gradfit.accumulate.scaling import gradient_norm
 from gradfit.batches.device_numbers import DeviceNumbers
 from gradfit.batches.model_tree import ModelTree
 from gradfit.devices import free_cached_memory
@@ -141,6 +144,7 @@ class DeviceUpdates:
         optimizer: theirs.
         devices: the model's.
         limit_bytes: what a step may take: recording takes no more.
+        scaler: steps the optimizer, if one does.
     """
 
     def __init__(
@@ -149,9 +153,10 @@ class DeviceUpdates:
         optimizer: Any,
         devices: Sequence[torch.device],
         limit_bytes: int,
+        scaler: Any = None,
     ) -> None:
         self._model, self._optimizer, self._devices = model, optimizer, devices
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._scaler = limit_bytes, scaler
         # by groups, bytes that are trained, and whether the first is meant, which makes the state
         self._known: dict[tuple[tuple[int, ...], int, bool], RecordedUpdate | None] = {}
 
@@ -183,7 +188,7 @@ class DeviceUpdates:
         history = RequestHistory(self._devices)
         of_what = (self._model, self._optimizer, groups, history)
         try:
-            return recorded_update(*of_what, has_state=has_state)
+            return recorded_update(*of_what, has_state=has_state, scaler=self._scaler)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,6 +204,7 @@ def recorded_update(
     history: RequestHistory,
     *,
     has_state: bool,
+    scaler: Any = None,
 ) -> RecordedUpdate | None:
     """Step a copy of the optimizer twice, in these groups; None where that is not recorded.
 
@@ -210,15 +216,23 @@ def recorded_update(
         groups: as `GroupedStep` takes them; empty: as the optimizer does it.
         history: of the devices.
         has_state: the optimizer has its state already.
+        scaler: steps the optimizer, if one does; it has its numbers already.
     """
     pairs = {parameter: _stand_in(parameter) for parameter in _trained_in(model)}
     probe = probe_of_all(optimizer, pairs)
+    stepper: _Stepper = _step
+    if scaler is not None and scaler.is_enabled():
+        scaler = _copy_of(scaler)
+        if scaler is None:
+            return None
+        make_numbers(scaler, model)
+        stepper = partial(_step_scaled, scaler)
     found: list[Requests] = []
     ends: list[int] = []
     for _ in range(2):
         history.begin()
         try:
-            ends.append(_step(probe, groups, [*pairs.values()], history))
+            ends.append(stepper(probe, groups, [*pairs.values()], history))
         finally:
             requests = history.end()
         if requests is None:
@@ -240,6 +254,27 @@ def _stand_in(parameter: torch.Tensor) -> torch.nn.Parameter:
     return stand_in
 
 
+def make_numbers(scaler: Any, model: torch.nn.Module) -> None:
+    """Let a scaler hold by now what its first loss would make it hold: torch's has its scale on the
+    device.
+    """
+    device = next((one.device for one in _trained_in(model)), None)
+    scaler.scale(torch.zeros((), device=device))
+
+
+def _copy_of(scaler: Any) -> Any:
+    """None where it cannot be copied: torch's refuses between an optimizer's unscaling and its
+    update.
+    """
+    try:
+        return copy.deepcopy(scaler)
+    except Exception:
+        return None
+
+
+_Stepper = Callable[[Any, Sequence[int], list[torch.nn.Parameter], RequestHistory], int]
+
+
 def _step(
     probe: Any,
     groups: Sequence[int],
@@ -257,6 +292,24 @@ def _step(
         with GroupedStep(probe, groups) if groups else contextlib.nullcontext():
             probe.step()
     return end
+
+
+def _step_scaled(
+    scaler: Any,
+    probe: Any,
+    groups: Sequence[int],
+    stand_ins: list[torch.nn.Parameter],
+    history: RequestHistory,
+) -> int:
+    """As in a step with a scaler: the losses have been read when gradients are unscaled."""
+    gradients = [one.grad for one in stand_ins if one.grad is not None]
+    with torch.no_grad(), GroupedStep(probe, groups) if groups else contextlib.nullcontext():
+        scaler.scale(torch.zeros((), device=gradients[0].device))
+        scaler.unscale_(probe)
+        gradient_norm(gradients)
+        scaler.step(probe)
+        scaler.update()
+    return 0
 
 
 def _trained_in(model: torch.nn.Module) -> list[torch.Tensor]:
