@@ -7,8 +7,10 @@ Load it before the first backward pass of a process: autograd starts its threads
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -41,21 +43,40 @@ def load() -> types.ModuleType:
     module = sys.modules[__name__]
     if _native is not None:
         return module
-    from torch.utils.cpp_extension import load as build
-
     content = b"".join((HERE / name).read_bytes() for name in _SOURCES)
     key = hashlib.sha256(content + torch.__version__.encode() + sys.version.encode()).hexdigest()[
         :16
     ]
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module)
-    _native = build(
-        f"simulated_{key}", [str(HERE / "device.cpp")], extra_cflags=["-O1", "-std=c++20"]
-    )
+    _native = _built(f"simulated_{key}")
     torch.utils.generate_methods_for_privateuse1_backend()
     for index in range(DEVICES):
         manual_seed_of(index, 0)
     return module
+
+
+def _built(name: str) -> Any:
+    """The native module. It is built apart and then put in its place: whoever is ended in between
+    leaves no lock that others wait for, and another copy of these sources need not build again.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+    from torch.utils.cpp_extension import load as build
+
+    library = Path(get_default_build_root()) / f"{name}.so"
+    if library.exists():
+        spec = importlib.util.spec_from_file_location(name, library)
+        assert spec is not None
+        assert spec.loader is not None
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        return native
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        flags = ["-O1", "-std=c++20"]
+        native = build(name, [str(HERE / "device.cpp")], extra_cflags=flags, build_directory=folder)
+        Path(folder, library.name).replace(library)
+    return native
 
 
 def _index(device: Any = None) -> int:
