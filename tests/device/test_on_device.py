@@ -358,6 +358,34 @@ def test_an_accumulator_reads_from_the_device_once_per_update(sim: Any, clip: fl
         assert (after["reads"] - before["reads"], after["waits"]) == (1, before["waits"])
 
 
+SCALERS = {
+    "GradScaler": lambda: torch.amp.GradScaler("sim", init_scale=256.0),
+    "LossScaler": lambda: gf.LossScaler(256.0),
+}
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_with_a_scaler_a_part_is_read_once_and_no_parameter_alone(sim: Any, kind: str) -> None:
+    """A part's weight is read before its backward pass; its loss and logs with all others."""
+
+    def reads(blocks: int, parts: int) -> int:
+        model, batch = network(16, blocks), a_batch(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = gf.fit(
+            model, optimizer, mean_loss, batch, memory="256 MiB", micro_batch=16 // parts,
+            scaler=SCALERS[kind](),
+        )  # fmt: skip
+        step(batch)
+        step(batch)
+        before = sim.counters()
+        step(batch)
+        return waits_since(sim, before)
+
+    of_four = reads(blocks=1, parts=4)
+    assert of_four - reads(blocks=1, parts=2) == 2
+    assert reads(blocks=3, parts=4) == of_four
+
+
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_numbers_of_many_parts_take_the_memory_of_a_few(sim: Any, sent: bool) -> None:
     from gradfit.batches.device_numbers import DeviceNumbers

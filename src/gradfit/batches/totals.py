@@ -1,4 +1,4 @@
-"""The losses and logs of a batch's parts, added up on their device and read once."""
+"""The losses and logs of a batch's parts, left on their device and read together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
+from gradfit.batches.device_numbers import DeviceNumbers
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import Weight
 
@@ -42,31 +41,36 @@ class LossTotals:
             "items": items,
             **{_LOG + name: value for name, value in (logs or {}).items()},
         }
-        # name, value, weight, whether it is a mean
+        # name, value, weight, whether it is a mean; numbers as `DeviceNumbers.add` gives them
         self._waiting: list[tuple[str, Any, Any, bool]] = []
+        self._on_device = DeviceNumbers()
 
     def add(self, part: PartLoss, weight: Weight) -> None:
         """Take in one part; nothing is read from a device."""
-        number = weight.number
+        add = self._on_device.add
+        number = add(weight.number)
         self._waiting.append(("items", number, number, False))
-        self._waiting.append(("loss", part.loss.detach(), number, weight.reduction == "mean"))
-        logged = number if weight.of_logs is None else weight.of_logs
+        self._waiting.append(("loss", add(part.loss), number, weight.reduction == "mean"))
+        logged = number if weight.of_logs is None else add(weight.of_logs)
         for name, value in part.logs.items():
-            self._add_log(name, value.detach() if isinstance(value, Tensor) else value, logged)
+            self._add_log(name, add(value), logged)
 
     def _add_log(self, name: str, value: Any, weight: Any) -> None:
         is_mean = name not in self._summed
         self._waiting.append((_LOG + name, value, weight if is_mean else 1, is_mean))
 
     def read(self) -> dict[str, float]:
-        """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing,
-        NaN or not.
+        """The sums: "loss", "items", and each log's as "log …", by one copy from each device. A
+        part of weight 0 adds nothing, NaN or not.
         """
+        self._on_device.read()
+        read = self._on_device.of
         for name, value, weight, is_mean in self._waiting:
-            number = float(weight)
-            added = float(value) * (number if is_mean else 1.0) if number else 0.0
+            number = read(weight)
+            added = read(value) * (number if is_mean else 1.0) if number else 0.0
             self._numbers[name] = self._numbers.get(name, 0.0) + added
         self._waiting.clear()
+        self._on_device = DeviceNumbers()
         return dict(self._numbers)
 
 

@@ -299,6 +299,9 @@ class _Trial:
     def read_losses(self) -> None:
         """The passes are over, and a step has launched its update."""
         self._record.reading()
+        for one in self._numbers:
+            if isinstance(one, LossTotals):
+                one.read()
         self._numbers.clear()
 
     def tested(self, updates: DeviceUpdates) -> TestedPlan:

@@ -117,9 +117,8 @@ class LossScaler:
             _require_not_float16(gradients)
         # A product with the inverse, as in `torch.amp.GradScaler`, and no division.
         inverse = 1.0 / self._scale
-        # A list, so that all of them are scaled: `all` stops at the first that is not finite.
         are_finite = [_scale_in_place(gradient, inverse) for gradient in gradients]
-        self._finite[target] = all(are_finite)
+        self._finite[target] = _all_true(are_finite)
         return self._finite[target]
 
     def _require_not_unscaled(self, target: object) -> None:
@@ -263,10 +262,22 @@ def _require_not_float16(gradients: list[Tensor]) -> None:
         )
 
 
-def _scale_in_place(gradient: Tensor, factor: float) -> bool:
-    """Gives whether the gradient is finite."""
+def _scale_in_place(gradient: Tensor, factor: float) -> Tensor:
+    """Gives whether the gradient is finite; nothing is read from its device."""
     gradient.mul_(factor)
-    return bool(values_of(gradient).isfinite().all())
+    return values_of(gradient).isfinite().all()
+
+
+def _all_true(flags: list[Tensor]) -> bool:
+    """Read from each device once. A DTensor's flag is over all ranks, which all read it."""
+    plain: dict[torch.device, list[Tensor]] = {}
+    of_ranks: list[bool] = []
+    for flag in flags:
+        if type(flag) is Tensor:
+            plain.setdefault(flag.device, []).append(flag)
+        else:
+            of_ranks.append(bool(flag))
+    return all(of_ranks) and all(bool(torch.stack(some).all()) for some in plain.values())
 
 
 def _require_entries(state: Mapping[str, Any]) -> None:
