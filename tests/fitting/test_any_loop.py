@@ -26,13 +26,26 @@ from gradfit.fitting.budget import live_tensors
 pytestmark = pytest.mark.exact
 
 
+def meter() -> gf.Meter:
+    """Of the memory that a budget is about: on an accelerator the host's is not counted."""
+    device = torch.get_default_device()
+    return gf.meter(device=None if device.type == "cpu" else device.type)
+
+
+def generators() -> list[torch.Tensor]:
+    """The states of the host's generator and of the device's."""
+    device = torch.get_default_device()
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state()]
+    return [torch.get_rng_state(), *own]
+
+
 def bytes_there() -> int:
     """Of all tensors that other tests have left behind: they are in the memory, too."""
     gc.collect()
-    meter = gf.meter()
+    live = meter()
     for tensor in live_tensors():
-        meter.watch(tensor)
-    return meter.current_bytes
+        live.watch(tensor)
+    return live.current_bytes
 
 
 class Held:
@@ -65,14 +78,14 @@ def run(name: str, limit: int | None, way: str) -> tuple[list[torch.Tensor], int
             held.handles += [gf.auto_checkpoint(model, limit) for model in models]
 
     try:
-        with gf.meter() as live, block as entered:
+        with meter() as live, block as entered:
             if entered is not None:
                 held.handles.append(entered)
             found = LOOPS[name](hold)
             count = held.evictions
     finally:
         held.remove()
-    return [*found, torch.get_rng_state()], live.peak_bytes, count
+    return [*found, *generators()], live.peak_bytes, count
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -141,7 +154,7 @@ def test_removed_between_forward_and_backward() -> None:
         others = bytes_there()
         model = deep()
         evictions = 0
-        with gf.meter() as live:
+        with meter() as live:
             x = torch.randn(128, 48)
             handle = None if share is None else gf.auto_checkpoint(model, others + int(share))
             loss = model(x).square().mean()
@@ -225,7 +238,7 @@ def train(share: float, lengths: list[int], layers: int = 16) -> tuple[Steps, St
         blocks = [(nn.Linear(48, 48), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)]
         model = nn.Sequential(*[part for block in blocks for part in block])
         optimizer = adam(model)
-        with gf.meter() as live:
+        with meter() as live:
             handle = None if limit is None else gf.auto_checkpoint(model, limit)
             for length in lengths:
                 optimizer.zero_grad()
@@ -234,7 +247,7 @@ def train(share: float, lengths: list[int], layers: int = 16) -> tuple[Steps, St
                 if handle is not None:
                     steps.uses.append(handle.use)
                     steps.plans.append(handle.plan)
-            steps.found = [*state(model), torch.get_rng_state()]
+            steps.found = [*state(model), *generators()]
             if handle is not None:
                 handle.remove()
         steps.peak_bytes = live.peak_bytes
@@ -297,7 +310,7 @@ def test_a_forward_that_leaves_its_plan_goes_on_online() -> None:
         torch.manual_seed(0)
         model = Branches()
         optimizer = adam(model)
-        with gf.meter() as live, contextlib.ExitStack() as stack:
+        with meter() as live, contextlib.ExitStack() as stack:
             handle = stack.enter_context(gf.budget(limit)) if limit is not None else None
             for at in (3, 3, 9, 3, 0, 9, 99, 3):
                 optimizer.zero_grad()
@@ -424,7 +437,7 @@ def test_a_thread_has_budgets_of_its_own(count: int) -> None:
 
     handles: list[gf.MemoryBudget] = []
     expected: list[torch.Tensor] = []
-    with gf.meter() as live:
+    with meter() as live:
         train(None, expected)
     # what the other thread has at the beginning is counted, too
     limit = bytes_there() + int((0.7 if count == 1 else 1.7) * live.peak_bytes)
@@ -465,7 +478,7 @@ def test_a_compiled_model() -> None:
         for place, part in enumerate(model):
             model[place] = torch.compile(part, backend="aot_eager")  # type: ignore[assignment]
         optimizer = adam(model)
-        with gf.meter() as live:
+        with meter() as live:
             handle = gf.auto_checkpoint(model, limit) if limit is not None else None
             for _ in range(3):
                 optimizer.zero_grad()
