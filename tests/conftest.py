@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from pathlib import Path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Python is the reference, whatever is built on this machine; `make test-native` says otherwise.
 os.environ.setdefault("GRADFIT_NATIVE", "0")
+
+# What a shell runs in the background ignores Ctrl-C, and tests of it would fail.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest

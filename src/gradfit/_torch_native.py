@@ -81,7 +81,7 @@ def core() -> Any:
 
 
 def _decide() -> tuple[Any, NativeCore]:
-    wanted = os.environ.get(SETTING, "auto")
+    wanted = os.environ.get(SETTING) or "auto"  # a variable that is empty is not set
     if wanted not in ("0", "1", "auto"):
         reason = f"it is {wanted!r}, and may be 0, 1 or auto"
         raise InvalidParameter(f"{SETTING}: {reason}.", name=SETTING, reason=reason)

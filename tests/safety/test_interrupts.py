@@ -41,12 +41,6 @@ from gradfit.tape.values import Tape
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture(autouse=True)
-def ctrl_c_is_not_ignored() -> None:
-    """As what a shell runs in the background does, and all its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 KINDS = ("step", "fit", "profile", "audit", "scopes", "saves")
 
 
