@@ -96,6 +96,8 @@ CPU_ALONE: dict[str, str] = {
         "weights that are read at once; on a device they are read at the step's end"
     ),
     "tests/fitting/test_update_groups.py::test_a_sparse_gradient": _SPARSE,
+    "tests/fitting/test_trial.py::"
+    "test_two_are_run_where_not_all_gradients_are_as_large_as_their_parameters[True": _SPARSE,
     "tests/fitting/test_audit_plan.py::test_every_value": "its budget is for the CPU's operations",
 }
 
@@ -117,10 +119,6 @@ KNOWN_GAPS: dict[str, str] = {
     ),
     "tests/tiling/test_planned_tiles.py::test_predictions_have_lazy_logits_too": (
         "on shapes attention takes another way than on this device, which makes all scores at once"
-    ),
-    "tests/fitting/test_fit.py::test_shapes_that_vary_get_plans_of_their_own": (
-        "Adam divides what is next to 0 by itself, rounding included: eight of its steps are not"
-        " the bits of scaling by hand"
     ),
     "tests/fitting/test_any_loop.py::test_a_plan_for_each_length": (
         "bits and budget are as they must be; with fused dropouts three of nine forwards go by a"

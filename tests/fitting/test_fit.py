@@ -132,7 +132,7 @@ def test_as_good_as_the_full_batch_in_float64() -> None:
 @pytest.mark.filterwarnings("ignore:Some micro-batches follow no plan")
 def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
     model, _, loss_fn = make("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
     batches = [tokens(8, length) for length in (12, 20, 6, 20, 12, 28)] + [
         tokens(5, 12),
         tokens(11, 9),
