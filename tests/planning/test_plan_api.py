@@ -220,6 +220,7 @@ def test_planning_imports_records_of_earlier_stages_only() -> None:
         "gradfit.errors",
         "gradfit.units",
         "gradfit.records",
+        "gradfit.state_checks",  # of plans that are read
         "gradfit.profiling.profile",
         "gradfit.profiling.step_graph",
         "gradfit.tiling.tiles",
