@@ -153,7 +153,7 @@ def fit(
     check_model(model)
     check_members(model, optimizer)
     runner = MicroBatchRunner(model, loss_fn, split)
-    refuse_forward_writes(runner, sample_batch)
+    refuse_forward_writes(runner, optimizer, sample_batch, budget)
     accumulator = BareAccumulator(
         optimizer,
         clip=clip,

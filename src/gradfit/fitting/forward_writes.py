@@ -3,11 +3,13 @@
 Those are parameters, which one that averages a teacher's writes to, or clamps weights, and tensors
 that modules hold without having registered them as buffers. Trials would change them, and each
 micro-batch would; copies of them are what a budget has no room for. So one forward of few rows is
-run in which such a write is refused before it happens.
+run in which such a write is refused before it happens. It stays below the budget, too: where one
+row does not fit, what comes after its first operation without room is not looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -21,7 +23,9 @@ from gradfit.batches.held_state import held_tensors
 from gradfit.batches.runner import MicroBatchRunner
 from gradfit.batches.shares import run_without_activations
 from gradfit.batches.snapshot import trials_end, untouched
+from gradfit.devices import counted_device
 from gradfit.errors import MisuseError
+from gradfit.fitting.trial import PastLimit, meter_below, refusing
 from gradfit.fitting.write_watch import memory_of, written_by
 from gradfit.tree import unmarked
 
@@ -54,12 +58,16 @@ class _RefuseWrites(DispatchMode):
         return func(*args, **kwargs)
 
 
-def refuse_forward_writes(runner: MicroBatchRunner, batch: Any) -> None:
+def refuse_forward_writes(
+    runner: MicroBatchRunner, optimizer: Any, batch: Any, budget_bytes: int
+) -> None:
     """Run a few rows, and refuse a forward that writes to what nothing could put back.
 
     Args:
         runner: the model and its loss.
+        optimizer: whose state is there, too.
         batch: the rows are taken from its beginning.
+        budget_bytes: of all tensors.
 
     Raises:
         MisuseError: there is such a write; it has not happened.
@@ -68,7 +76,16 @@ def refuse_forward_writes(runner: MicroBatchRunner, batch: Any) -> None:
         return
     named = {**_parameters(runner.model), **_unregistered(runner.model)}
     part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
-    with trials_end(), untouched(runner.model), eager_functions():
+    below = meter_below(budget_bytes)
+    counted = below(runner.model, optimizer, batch, device=counted_device(runner.model))
+    with (
+        trials_end(),
+        untouched(runner.model),
+        eager_functions(),
+        contextlib.suppress(PastLimit),
+        refusing(0),
+        counted,
+    ):
         _run_refusing(runner, part, named)
 
 

@@ -47,6 +47,7 @@ class MicrobatchSearch:
             self.least = max(1, min(profile.min_batch, batch_size))
         self._solvers: dict[int, FastSolver] = {}
         self._book: Book = {}
+        self._smallest: SizedPlan | None = None
 
     def quick(self, budget_bytes: int) -> SizedPlan | None:
         """About the fastest step, some per cent slower and in a fraction of the time; or what
@@ -57,6 +58,12 @@ class MicrobatchSearch:
 
     def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> SizedPlan | None:
         """The fastest step found, or None if nothing fits."""
+        found = self._best(budget_bytes, effort)
+        if found is None and self.smallest().solution.peak_bytes <= budget_bytes:
+            return self.smallest()
+        return found
+
+    def _best(self, budget_bytes: int, effort: Effort) -> SizedPlan | None:
         sizes = self._sizes()
         best = self._best_on_grid(sizes, budget_bytes)
         if best is None and self._has_a_choice:
@@ -172,11 +179,21 @@ class MicrobatchSearch:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes
 
     def smallest(self) -> SizedPlan:
-        """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
-        choices = [
-            self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}
-        ]
-        return min(choices, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds))
+        """The plan of the smallest peak: at the smallest micro-batch, or in one piece.
+
+        What is worth doing with a piece depends a little on which sizes were searched before. This
+        search has a book of its own, so that a budget that was named holds when it is asked for.
+        """
+        if self._smallest is None:
+            book: Book = {}
+            choices = [
+                self._choice(size, FastSolver(self.solver(size).graph, book).smallest())
+                for size in sorted({self.least, self.largest})
+            ]
+            self._smallest = min(
+                choices, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds)
+            )
+        return self._smallest
 
     def solver(self, micro_batch: int) -> FastSolver:
         if micro_batch not in self._solvers:
