@@ -4,6 +4,7 @@ gives what it gives without one, bit by bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -233,6 +234,92 @@ def test_a_closure_is_as_without_an_accumulator(clears: bool) -> None:
 
     for a, b in zip(run(False), run(True), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("weights", [(5, 3, 1, 7), None])
+def test_what_a_closure_accumulates_is_the_mean_that_its_step_uses(
+    steps: int, weights: tuple[int, ...] | None
+) -> None:
+    batches = list(torch.randn(4, 6, 4, dtype=torch.float64))
+    parts = weights or (1,) * steps
+
+    def run(accumulates: bool) -> list[Tensor]:
+        model = new_model().double()
+        optimizer = with_momentum(model)
+        accumulator = gf.GradientAccumulator(optimizer, steps=steps) if accumulates else None
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            for x, weight in zip(batches, parts, strict=False):
+                value = loss(model, x)
+                if accumulator is None:
+                    (value * weight / sum(parts)).backward()
+                elif weights is None:
+                    value.backward()
+                else:
+                    accumulator.backward(value, weight=weight)
+            return 0.0
+
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        assert accumulator is None or accumulator.windows == 2
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for a, b in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_terms_of_a_closure_are_in_the_gradients_of_its_step() -> None:
+    model = new_model()
+    optimizer, x = with_momentum(model), torch.randn(6, 4)
+    accumulator = gf.GradientAccumulator(optimizer, steps=1)
+
+    def closure() -> float:
+        accumulator.backward(
+            terms={"square": (6 * loss(model, x), 6), "other": (model(x).sum(), 2)}
+        )
+        return 0.0
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    value = loss(model, x) + model(x).sum() / 2
+    gradients = torch.autograd.grad(value, [*model.parameters()])
+    optimizer.step(closure)
+    for old, gradient, new in zip(before, gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(new.detach(), old - 0.1 * gradient)
+
+
+def test_losses_of_several_threads_add_up() -> None:
+    plain, model = new_model(), new_model()
+    accumulator = gf.GradientAccumulator(with_momentum(model), steps=1)
+    for x in torch.randn(2, 6, 4):
+        loss(plain, x).backward()
+        loss(plain, -x).backward()
+        loss(model, x).backward()
+        thread = threading.Thread(target=lambda x=x: loss(model, -x).backward())  # type: ignore[misc]
+        thread.start()
+        thread.join()
+    assert accumulator.step().weight == 1
+    optimizer = with_momentum(plain)
+    optimizer.step()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_used_gradients_are_found_where_a_step_follows_each_pass() -> None:
+    """Also if `step()` has ended micro-batches before, and asks little of a usual pass."""
+    model = new_model()
+    optimizer, x = with_momentum(model), torch.randn(6, 4)
+    accumulator = gf.GradientAccumulator(optimizer, steps=2)
+    for _ in range(2):
+        loss(model, x).backward()
+        accumulator.step()
+    accumulator.accumulation_count = 1
+    loss(model, x).backward()
+    optimizer.step()
+    loss(model, x).backward()
+    with pytest.raises(gf.MisuseError, match="from before this window"):
+        accumulator.step()
 
 
 def test_a_mean_that_was_changed_takes_no_further_weights() -> None:

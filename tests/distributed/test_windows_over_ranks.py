@@ -67,6 +67,35 @@ def test_ranks_with_less_data_take_part_until_all_flush(pair: Pool, how: str) ->
         assert windows == updates
 
 
+def closures(rank: int, size: int, how: str) -> float:
+    """The windows come in when the optimizer's steps have begun."""
+    model, reference = models(how, size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    acc = gf.GradientAccumulator(optimizer, steps=2)
+    for number in range(2):
+        parts = [[rows(10 * r + 2 * number + i, 2 + r + i) for i in range(2)] for r in range(size)]
+
+        def closure(mine: list[torch.Tensor] = parts[rank]) -> float:
+            optimizer.zero_grad()
+            for part in mine:
+                acc.backward(model(part).square().mean(), weight=len(part))
+            return 0.0
+
+        optimizer.step(closure)
+        alone.zero_grad()
+        batch = torch.cat([part for mine in parts for part in mine])
+        reference(batch).square().mean().backward()
+        alone.step()
+    return largest_difference(model, reference)
+
+
+@pytest.mark.parametrize("how", ["ddp"])
+def test_windows_in_closures_are_those_of_all_ranks(pair: Pool, how: str) -> None:
+    for difference in pair.run(closures, how):
+        assert difference < 1e-10
+
+
 def nothing_anywhere(rank: int, size: int) -> Any:
     model, _ = models("ddp", size)
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)

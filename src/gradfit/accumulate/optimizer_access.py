@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -174,7 +174,8 @@ def can_be_taken_back(optimizer: Any) -> bool:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    return is_torchs_own_step(optimizer, (f"{__name__}.{_tell.__qualname__}",))
+    own_hooks = (f"{__name__}.{_before_step.__qualname__}", f"{__name__}.{_tell.__qualname__}")
+    return is_torchs_own_step(optimizer, own_hooks)
 
 
 class StepWatcher(Protocol):
@@ -182,6 +183,9 @@ class StepWatcher(Protocol):
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
+
+    def after_closure(self) -> None:
+        """The closure of the step has been run, once of perhaps several times."""
 
     def after_step(self) -> None:
         """It has stepped."""
@@ -203,7 +207,7 @@ def watch_steps(optimizer: torch.optim.Optimizer, watcher: StepWatcher) -> None:
     watchers = _watchers.get(optimizer)
     if watchers is None:
         watchers = _watchers[optimizer] = []
-        optimizer.register_step_pre_hook(functools.partial(_tell, watchers, "before_step"))
+        optimizer.register_step_pre_hook(functools.partial(_before_step, watchers))
         optimizer.register_step_post_hook(functools.partial(_tell, watchers, "after_step"))
         _watch_groups(optimizer, watchers)
     watchers[:] = [one for one in watchers if one() is not None] + [weakref.ref(watcher)]
@@ -227,6 +231,30 @@ def _watch_groups(optimizer: torch.optim.Optimizer, watchers: _Watchers) -> None
 
     if "add_param_group" not in vars(optimizer):
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _before_step(
+    watchers: _Watchers, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Tell of a step, and of its closure, whose passes come when it has begun: gives the step's
+    arguments with one that does, None if there is no closure.
+    """
+    _tell(watchers, "before_step")
+    if options.get("closure") is not None:
+        return arguments, {**options, "closure": _told(watchers, options["closure"])}
+    if len(arguments) > 1 and callable(arguments[1]):  # the first is the optimizer
+        return (arguments[0], _told(watchers, arguments[1]), *arguments[2:]), options
+    return None
+
+
+def _told(watchers: _Watchers, closure: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def told(*arguments: Any, **options: Any) -> Any:
+        loss = closure(*arguments, **options)
+        _tell(watchers, "after_closure")
+        return loss
+
+    return told
 
 
 def _tell(watchers: _Watchers, what: str, *_: Any) -> None:

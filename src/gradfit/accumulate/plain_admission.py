@@ -95,21 +95,31 @@ def _begin_plain(window: Window) -> None:
 
 
 def _book_plain(window: Window, one: PlainPass) -> None:
-    present = window.state.open.get(one.thread)
+    thread = _thread_that_counts(window, one)
+    present = window.state.open.get(thread)
     if one.joins and present is not None and present.plain:
         return
     try:
         if window.is_of_one and present is not None and present.plain:
-            look_for_other_ends(window, present, one.thread)  # one more loss of the micro-batch
+            look_for_other_ends(window, present, thread)  # one more loss of the micro-batch
         else:
-            add(window, 1, thread=one.thread)
-            present = window.state.open[one.thread]
+            add(window, 1, thread=thread)
+            present = window.state.open[thread]
             present.plain += 1
         present.last_plain = one.task
         present.reached.add(one.first)
     except BaseException:  # an interrupt: it may be counted, and will add nothing
         window.break_off("A backward pass was interrupted half-way, when it was being counted.")
         raise
+
+
+def _thread_that_counts(window: Window, one: PlainPass) -> int:
+    """In whose micro-batch a pass is counted: each thread has its own, unless one is a window."""
+    if window.is_of_one:
+        for thread, present in window.state.open.items():
+            if present.plain:
+                return thread
+    return one.thread
 
 
 def _require_exact(window: Window, factor: float) -> float:

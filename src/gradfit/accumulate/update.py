@@ -315,6 +315,16 @@ class Update:
         if self.widens:
             self._widen()
 
+    def after_closure(self) -> None:
+        """What a step's closure has put into the window becomes final for that step. A mean is it
+        already.
+        """
+        window = self.window
+        if self.stepping or not window.enabled or belongs_to_another(window, window.tensors):
+            return
+        if window.in_use and not window.holds_one_mean:
+            self._finalise_for_step()
+
     def _widen(self) -> None:
         """Until `narrow_again`."""
         self._widened = contextlib.ExitStack()

@@ -28,8 +28,13 @@ def is_usual(window: Any) -> bool:
 
 
 def _adds_as_it_is(state: WindowState) -> bool:
-    """Whether gradients come in as they are, into one sum."""
-    return state.phase is Phase.FILLING and state.main.divisor == 1.0 and not state.terms
+    """Whether gradients come in as they are, into one sum, which nobody must clear."""
+    return (
+        state.phase is Phase.FILLING
+        and state.main.divisor == 1.0
+        and not state.terms
+        and not state.on_used_gradients
+    )
 
 
 def _is_by_itself(window: Any) -> bool:
