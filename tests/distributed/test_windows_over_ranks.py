@@ -90,9 +90,43 @@ def closures(rank: int, size: int, how: str) -> float:
     return largest_difference(model, reference)
 
 
-@pytest.mark.parametrize("how", ["ddp"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_windows_in_closures_are_those_of_all_ranks(pair: Pool, how: str) -> None:
     for difference in pair.run(closures, how):
+        assert difference < 1e-10
+
+
+def stepped_by_hand(rank: int, size: int, how: str, clears_early: bool) -> float:
+    """That a window is over is seen when its gradients are cleared, as late as after the forward of
+    the next one.
+    """
+    model, reference = models(how, size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    acc = gf.GradientAccumulator(parameters=model.parameters(), steps=2)
+    for number in range(6):
+        parts = [rows(10 * r + number, 3) for r in range(size)]
+        loss = model(parts[rank]).square().mean()
+        if not (number % 2 or clears_early):
+            optimizer.zero_grad()
+            assert acc.current_step == 0
+        loss.backward()
+        sum(reference(part).square().mean() / (2 * size) for part in parts).backward()  # type: ignore[union-attr]
+        if acc.is_ready:
+            optimizer.step()
+            alone.step()
+            alone.zero_grad()
+            if clears_early:
+                optimizer.zero_grad()
+    return largest_difference(model, reference)
+
+
+@pytest.mark.parametrize("clears_early", [True, False])
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_windows_of_an_optimizer_that_is_not_known(
+    pair: Pool, how: str, clears_early: bool
+) -> None:
+    for difference in pair.run(stepped_by_hand, how, clears_early):
         assert difference < 1e-10
 
 

@@ -116,6 +116,11 @@ class SingleProcess:
     def release(self) -> None:
         """The window is over: flags that were changed for it are put back."""
 
+    def resume(self) -> None:
+        """That the window is over was seen late, perhaps between the next one's first forward and
+        its backward: its flags are changed again.
+        """
+
     def close(self) -> None:
         """The window lets its tensors go."""
 

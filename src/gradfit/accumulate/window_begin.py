@@ -173,4 +173,5 @@ def notice_use(window: Window) -> None:
     if window.state.phase is Phase.FINAL and not window.final_is_wanted:
         marks, applied = window.marks, window.state.applied
         window.count_update(None)
+        window.ranks.resume()
         window.left, window.drops_left = marks, applied

@@ -130,8 +130,11 @@ class Sharded(AllRanks):
         self._depth += 1
         if self._depth > 1 or not self.filling:
             return
-        self._not_reducing += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
+        self._keep_from_reducing()
         self._gathers.begin_pass()
+
+    def _keep_from_reducing(self) -> None:
+        self._not_reducing += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
 
     def after_forward(self, module: Any) -> None:
         self._depth -= 1
@@ -159,6 +162,10 @@ class Sharded(AllRanks):
         self._gathers.announces = False
         while self._not_reducing:
             fsdp.set_reduces(self._not_reducing.pop(), True)
+
+    def resume(self) -> None:
+        self._keep_from_reducing()
+        self._gathers.announces = self._gathers.announces_passes
 
     # -- at its end -------------------------------------------------------------------------------
 

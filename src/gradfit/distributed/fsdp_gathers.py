@@ -39,6 +39,11 @@ class Gathers:
         self._words = torch.arange(len(units) + 3, dtype=torch.int32, device=group.device)
         fsdp.before_gather(units, self)
 
+    @property
+    def announces_passes(self) -> bool:
+        """Whether there is anybody to announce gathers to."""
+        return self._group.size > 1
+
     def begin_pass(self) -> None:
         """A forward begins, and its backward will follow."""
         self.announces = False
@@ -47,7 +52,7 @@ class Gathers:
                 self._follow(self._follows)
         elif self._group.size > 1:
             self._say(self._begins)
-        self.announces = self._group.size > 1
+        self.announces = self.announces_passes
 
     def gathering(self, number: int) -> None:
         """A unit is about to gather."""
