@@ -622,3 +622,36 @@ def test_a_write_that_nobody_sees_is_seen_in_what_is_kept_as_in_plain(write: str
     assert torch.equal(kept[0], expected[0])
     rebuilt = _overwritten_later(lambda op, output: False, WRITES[write])
     assert torch.equal(rebuilt[0], _overwritten_later(None, lambda tensor: None)[0])
+
+
+@pytest.mark.parametrize("kind", ["input", "constant"])
+@pytest.mark.parametrize(
+    "other", [lambda data: data.t(), lambda data: data[:2], lambda data: data[:1].expand(4, 4)]
+)
+def test_what_a_replay_starts_from_is_given_another_geometry(
+    kind: str, other: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Read before and after: the same memory, and the tensor itself, but not the same numbers."""
+
+    def run(recorded: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+        y = x * 2 if kind == "input" else torch.randn(4, 4)
+        with gf.CheckpointScope("scope", enabled=recorded):
+            before = (y + x).exp().sum()  # where nothing of `y` is saved
+            if kind == "constant" or y.data.shape == other(y.data).shape:
+                y.data = other(y.data)
+            loss = before + ((y @ w) * x[: y.shape[0]]).sin().exp().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_what_is_said_of_a_result_that_was_given_another_geometry() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with gf.CheckpointScope("scope"):
+        y = x * 2
+        y.data = y.data.t()
+        loss = y.sin().exp().sum()
+    with pytest.raises(gf.UnsupportedOp, match=r"`\.data =` has given one of its arguments"):
+        loss.backward()

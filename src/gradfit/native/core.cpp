@@ -524,7 +524,9 @@ Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of
   }
   if (!value) return call_method(table(), known.refer, argument, inputs);
   add_input(value.get(), inputs);
-  if (alive(known.forward_tensor.in(value.get())).get() == argument) return value;
+  if (!is_whole_if_equal && alive(known.forward_tensor.in(value.get())).get() == argument) {
+    return value;
+  }
   Ref geometry = geometry_of(tensor);
   if (is_whole_if_equal && is_equal(geometry.get(), known.geometry.in(value.get()))) return value;
   Ref slice = known.slice.make();

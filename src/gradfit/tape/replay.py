@@ -29,6 +29,7 @@ from gradfit.tape.storage import copy_storage, flat_results
 from gradfit.tape.storage_table import ATOMS
 from gradfit.tape.unwatched import digest_of
 from gradfit.tape.values import (
+    Geometry,
     Handle,
     ParameterRef,
     Scratch,
@@ -643,8 +644,14 @@ def _with_generator(
 
 def _refuse(op: TapeOperation, value: TapeValue, result: torch.Tensor) -> None:
     raise UnsupportedOp(
-        f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of"
-        f" {tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a"
-        " backend's flags) has changed since. Call backward() under the settings of the forward"
-        " pass."
+        f"{op.name} gave {_described(geometry_of(result))} in the forward pass's place of"
+        f" {_described(value.geometry)}: a setting (the default dtype, a backend's flags) has"
+        " changed since, or `.data =` has given one of its arguments another shape or strides of"
+        " the same memory. Call backward() under the settings of the forward pass, and write"
+        " `y = y.t()` where the forward pass has `y.data = y.data.t()`."
     )
+
+
+def _described(geometry: Geometry) -> str:
+    size, stride, _, dtype = geometry
+    return f"{tuple(size)} with strides {stride}, {dtype}"

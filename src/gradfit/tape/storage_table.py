@@ -201,9 +201,7 @@ class StorageTable:
         elif value.unwritten is not None:
             self.hold_unwritten(value, tensor)
         add_input(value, inputs)
-        if value.forward_tensor() is tensor:
-            return value
-        geometry = place_of(tensor)
+        geometry = place_of(tensor)  # asked for, whoever it is: `.data =` may have changed it
         return value if geometry == value.geometry else new_slice(value, geometry)
 
     def refer_all(self, args: Iterable[Any], inputs: list[TapeValue]) -> list[Any]:
