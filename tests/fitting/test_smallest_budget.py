@@ -185,6 +185,64 @@ def test_gradients_of_one_row_are_not_taken_for_many(micro_batch: Any) -> None:
     check(read_loss, OPTIMIZERS["SGD"], micro_batch=micro_batch)
 
 
+class WideBackward(torch.autograd.Function):
+    """Its backward pass takes far more than its forward, for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient[..., None] * gradient.new_ones(512)).mean(-1) * 2
+
+
+def wide_backward() -> Case:
+    """Two rows of a backward pass, in which gradients are compared, take more than a step of one
+    does; what a forward takes does not tell.
+    """
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return WideBackward.apply(model(x)).square().mean()
+
+    return nn.Linear(8, 16), loss_fn, torch.randn(8, 8)
+
+
+def unused_head() -> Case:
+    """Some parameters never get a gradient: a trial with gradients there is run again without."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model[:2](x).square().mean()
+
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 1))
+    return model, loss_fn, torch.randn(8, 24)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [wide_backward, unused_head])
+def test_what_is_run_before_the_first_step_stays_below_the_smallest_budget(
+    case: Callable[[], Case],
+) -> None:
+    check(case, OPTIMIZERS["SGD"], micro_batch=1)
+
+
+def test_how_a_larger_batch_adds_up_is_measured_in_the_budget() -> None:
+    """That is not known of a sample of one row, and is measured in a later step."""
+
+    def one_row_of_it() -> Case:
+        model, loss_fn, batch = wide_backward()
+        return model, loss_fn, batch[:1]
+
+    _, least = attempt(one_row_of_it, OPTIMIZERS["SGD"], 1000)
+    memory = int(1.2 * least)
+    model, loss_fn, batch = wide_backward()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    step = gf.fit(model, optimizer, loss_fn, batch[:1], memory=memory)
+    with gf.meter(model, optimizer, batch) as live:
+        assert step(batch).micro_batches > 1
+    assert live.peak_bytes <= memory
+
+
 def convolutions() -> Case:
     """Of one row alone torch runs other operations: so what is measured in little memory tells of
     other plans than what is measured in more.

@@ -5,6 +5,7 @@ whether what it was divided by can be read.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from gradfit._torch_compile import is_compiled
@@ -15,6 +16,7 @@ from gradfit.batches.snapshot import untouched
 from gradfit.batches.weights import BatchWeights
 from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.profiling.measure import additivity_within
+from gradfit.profiling.meter import Meter
 from gradfit.profiling.room_for_rows import RoomForRows
 
 _LOSS_IS_COMPILED = (
@@ -52,12 +54,17 @@ class MeasuredLoss:
         """What weighs the parts of a batch of so many rows."""
         return BatchWeights(self.additivity, batch_size, exact=self._step.exact)
 
-    def measure_additivity(self, batch: Any) -> None:
-        """As measuring a profile does, too."""
+    def measure_additivity(
+        self, batch: Any, memory_bytes: int, meter: Callable[..., Meter]
+    ) -> None:
+        """As measuring a profile does, too, on as many rows as there is memory for; `meter` counts
+        bytes, and may refuse to let them pass a limit.
+        """
         step = self._step
-        with untouched(step.model) as before:
+        there = meter(step.model, step.optimizer, batch, device=step.device)
+        with untouched(step.model) as before, there:
             of_what = (step.model, step.runner.loss_fn, batch, step.runner.split)
-            room = RoomForRows(*of_what, step.limit_bytes, optimizer=step.optimizer)
+            room = RoomForRows(*of_what, memory_bytes, optimizer=step.optimizer)
             self.additivity = additivity_within(*of_what, room, before.rewind)
 
     def has_count(self, batch: Any, loss_fn: LossFunction) -> bool:

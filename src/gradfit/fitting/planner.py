@@ -158,7 +158,7 @@ class Planner:
         if not self._known.all or self.loss.additivity is not None:
             return
         if request.batch_size > 1 or self.rows.count(request.batch) > 1:
-            self.loss.measure_additivity(request.batch)
+            self._tools.profiles.measure_additivity(request.batch)
 
     def _find(self, request: PlanRequest) -> TestedPlan | None:
         """A plan made before for this shape or a larger one, or what arithmetic makes of one."""

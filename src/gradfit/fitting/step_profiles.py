@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from gradfit import _torch_distributed as distributed
+from gradfit._torch_fsdp import drop_gradients
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction
 from gradfit.fitting.batch_rows import RowCounter
@@ -14,7 +16,7 @@ from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.memory_lasts import where_memory_lasts
 from gradfit.fitting.progress import ProgressReport
 from gradfit.fitting.step_to_plan import PlanRequest, StepToPlan
-from gradfit.fitting.trial import meter_below, refusing
+from gradfit.fitting.trial import PastLimit, meter_below, refusing
 from gradfit.fitting.update_bursts import with_update_bursts
 from gradfit.planning.named_choices import fix_by_name, fix_known_names
 from gradfit.profiling.measure import measure_sizes
@@ -23,6 +25,9 @@ from gradfit.profiling.sampled_sizes import MeasuredStep, MeasuringLimits
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
+
+_Found = TypeVar("_Found")
+_LEAST = 1  # bytes, for which measuring takes as little as it can
 
 
 class _Measured(NamedTuple):
@@ -62,7 +67,8 @@ class StepProfiles:
         most_bytes: int | None = None,
     ) -> Profile:
         """What a step with this batch does, in these tiles. With less memory than the budget, fewer
-        rows are measured.
+        rows are measured; and so they are where what is measured, which nobody knows before, does
+        not fit: then in as little as can be, which is what the smallest budget is named by.
 
         Raises:
             PastLimit: it would have taken more than `most_bytes`.
@@ -74,12 +80,12 @@ class StepProfiles:
         what = MeasuredStep(step.model, loss_fn, request.batch, step.optimizer, step.runner.split)
         is_open = by_the_way = False
 
-        def measure(limit_bytes: int) -> list[Profile]:
+        def measure(room_bytes: int, most_bytes: int | None) -> list[Profile]:
             nonlocal is_open, by_the_way
             bandwidth = self._host_bandwidth()
             is_open = loss.additivity is None and self._is_never_cut(request, loss_fn)
             limits = MeasuringLimits(
-                limit_bytes,
+                room_bytes,
                 rows,
                 bandwidth,
                 meter_below(most_bytes),
@@ -87,16 +93,47 @@ class StepProfiles:
                 shares_passes=(not step.compares_ahead and step.micro_batch is None and step.exact),
             )
             by_the_way = limits.shares_passes and loss.additivity is None
-            with refusing(0):
-                return measure_sizes(what, limits, Additivity(None) if is_open else loss.additivity)
+            return measure_sizes(what, limits, Additivity(None) if is_open else loss.additivity)
+
+        def measure_within(limit_bytes: int) -> list[Profile]:
+            return self._in_what_fits(limit_bytes, most_bytes, measure)
 
         # where there is less memory than the budget says, with as few rows as can be
-        found = where_memory_lasts(step, measure, (memory_bytes or step.limit_bytes, 1))
+        limits_bytes = (memory_bytes or step.limit_bytes, _LEAST)
+        found = where_memory_lasts(step, measure_within, limits_bytes)
         if not is_open:
             loss.additivity = found[0].additivity
         measured, *others = [self._as_run_here(one, request, tiles) for one in found]
         self._last = _Measured(measured, others, by_the_way)
         return measured
+
+    def measure_additivity(self, batch: Any) -> None:
+        """How the parts of a batch make the whole, without a profile."""
+
+        def measure(room_bytes: int, most_bytes: int | None) -> None:
+            self._loss.measure_additivity(batch, room_bytes, meter_below(most_bytes))
+
+        self._in_what_fits(self._step.limit_bytes, None, measure)
+
+    def _in_what_fits(
+        self,
+        limit_bytes: int,
+        most_bytes: int | None,
+        measure: Callable[[int, int | None], _Found],
+    ) -> _Found:
+        """What `measure` finds on as many rows as there seems to be room for in a limit, without
+        passing it; what does not fit is measured on fewer, and at last on as few as can be, in
+        no more than `most_bytes`.
+        """
+        guard_bytes = min(limit_bytes, most_bytes or limit_bytes)
+        # with rows for three quarters of it, gradients may still be compared
+        for room_bytes in (limit_bytes, limit_bytes * 3 // 4):
+            if room_bytes > _LEAST:
+                with contextlib.suppress(PastLimit), refusing(0):
+                    return measure(room_bytes, guard_bytes)
+                drop_gradients(self._step.model)
+        with refusing(0):
+            return measure(_LEAST, most_bytes)
 
     def unlike(self, profile: Profile, size: int) -> Profile | None:
         """The profile of this very size, if other operations were seen to run at it."""

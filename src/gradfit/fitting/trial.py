@@ -369,14 +369,20 @@ class _GradientsThere:
             for (parameter, gradient), version in pairs
         )
 
+    def drop(self) -> None:
+        """Hold none of them any longer."""
+        self._made.clear()
+
 
 @contextlib.contextmanager
 def _gradients_there(model: torch.nn.Module) -> Iterator[_GradientsThere]:
-    """Inside, each trained parameter has a gradient; afterwards none has."""
+    """Inside, each trained parameter has a gradient; afterwards none has, and nobody holds one."""
+    gradients = _GradientsThere(model)
     try:
-        yield _GradientsThere(model)
+        yield gradients
     finally:
         drop_gradients(model)
+        gradients.drop()
 
 
 def _beside_trial(batch_bytes: int, parts: int) -> list[int]:
