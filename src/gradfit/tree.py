@@ -259,7 +259,7 @@ def _size_by_entries(batch: Any, holders: Mapping[int, Any], name: str) -> int:
         )
     for entry in (*tensors, *entries):
         if entry.rows != tensors[0].rows:
-            raise _differs(entry, tensors[0], name)
+            raise _differs(entry, tensors[0], batch, holders, name)
     return tensors[0].rows
 
 
@@ -272,7 +272,12 @@ def _check_layouts(entries: Sequence[_Entry], name: str) -> None:
         )
 
 
-def _differs(entry: _Entry, first: _Entry, name: str) -> MisuseError:
+def _differs(
+    entry: _Entry, first: _Entry, batch: Any, holders: Mapping[int, Any], name: str
+) -> MisuseError:
+    in_lists = _rows_in_lists(batch, holders)
+    if in_lists is not None:
+        return MisuseError(f"{name} cannot be split: {in_lists.text}. {SPLIT_LISTS}.")
     what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
     return MisuseError(
         f"{name} cannot be split: {entry.place} has {what}, {first.place} has {first.rows}"
@@ -284,17 +289,115 @@ def _differs(entry: _Entry, first: _Entry, name: str) -> MisuseError:
 def _entries(batch: Any, holders: Mapping[int, Any]) -> list[_Entry]:
     """What has rows, in order: tensors, arrays, and lists that are no containers of tensors."""
     entries: list[_Entry] = []
-    left: list[tuple[Any, _Place]] = [(batch, _Place(None, None))]
-    while left:
-        nest, place = left.pop()
+    for nest, place in _with_places(batch, holders):
         if isinstance(nest, torch.Tensor | np.ndarray):
             if nest.ndim:
                 entries.append(_Entry(place, nest.shape[0], getattr(nest, "layout", None)))
         elif _is_row_list(nest, holders):
             entries.append(_Entry(place, len(nest)))
-        elif not isinstance(nest, Whole):
-            left += [(item, place.inside(key, of)) for key, item, of in _named_items(nest)][::-1]
     return entries
+
+
+def _with_places(
+    batch: Any, holders: Mapping[int, Any], open_lists: Collection[int] | None = None
+) -> Iterator[tuple[Any, _Place]]:
+    """Everything in a batch, in order, each nest before what it holds. Of lists that hold tensors
+    only these, by address, are looked into; None: all.
+    """
+    left: list[tuple[Any, _Place]] = [(batch, _Place(None, None))]
+    while left:
+        nest, place = left.pop()
+        yield nest, place
+        is_entry = isinstance(nest, torch.Tensor | np.ndarray | Whole)
+        is_closed = open_lists is not None and _is_list(nest) and id(nest) not in open_lists
+        if not is_entry and not is_closed and not _is_row_list(nest, holders):
+            left += [(item, place.inside(key, of)) for key, item, of in _named_items(nest)][::-1]
+
+
+class RowsInLists(NamedTuple):
+    """Lists in a batch that seem to hold a tensor, or a nest of them, for each row."""
+
+    text: str
+    """Which, and why it seems so."""
+    rows: int
+    addresses: frozenset[int]
+
+
+SPLIT_LISTS = (
+    "Lists that hold tensors are not cut, but each tensor in them: pass split=, a function (batch,"
+    " size) -> parts, which cuts such lists, too"
+)
+
+
+def rows_in_lists(batch: Any) -> RowsInLists | None:
+    """Lists that hold tensors and have as many items as something beside them has rows, the
+    outermost ones; None if there are none.
+
+    >>> rows = [torch.zeros(3), torch.zeros(5)]
+    >>> rows_in_lists({"rows": rows, "y": torch.zeros(2)}).text
+    "['rows'] is a list of 2 with tensors in it, and ['y'] has 2 rows"
+    >>> rows_in_lists({"rows": rows, "y": torch.zeros(3)}) is None
+    True
+    """
+    return _rows_in_lists(batch, _holders(batch))
+
+
+def _rows_in_lists(batch: Any, holders: Mapping[int, Any]) -> RowsInLists | None:
+    opened: set[int] = set()
+    while True:
+        lists: list[tuple[Any, _Place]] = []
+        beside: dict[int, _Place] = {}  # by rows, the first entry that is in no list
+        for nest, place in _with_places(batch, holders, opened):
+            if isinstance(nest, torch.Tensor | np.ndarray):
+                if nest.ndim:
+                    beside.setdefault(nest.shape[0], place)
+            elif _is_row_list(nest, holders):
+                beside.setdefault(len(nest), place)
+            elif _is_list(nest) and id(nest) not in opened:
+                lists.append((nest, place))
+        found = [(nest, place) for nest, place in lists if len(nest) in beside]
+        if found:
+            return _described_lists(found, beside)
+        if not lists:
+            return None
+        opened.update(id(nest) for nest, _ in lists)
+
+
+def _described_lists(
+    found: Sequence[tuple[Any, _Place]], beside: Mapping[int, _Place]
+) -> RowsInLists:
+    first, place = found[0]
+    rows = len(first)
+    return RowsInLists(
+        f"{place} is a {type(first).__name__} of {rows} with tensors in it, and {beside[rows]} has"
+        f" {rows} rows",
+        rows,
+        frozenset(id(nest) for nest, _ in found if len(nest) == rows),
+    )
+
+
+def split_with_lists(batch: Any, size: int) -> Iterator[Any]:
+    """As `split_batch`, but lists that seem to hold a tensor for each row (`rows_in_lists`) are cut
+    as such.
+
+    >>> batch = {"rows": [torch.zeros(3), torch.zeros(5)], "y": torch.arange(2)}
+    >>> [(len(part["rows"]), part["y"].tolist()) for part in split_with_lists(batch, 1)]
+    [(1, [0]), (1, [1])]
+    """
+    holders = _holders(batch)
+    found = _rows_in_lists(batch, holders)
+    if found is None:
+        yield from split_batch(batch, size)
+        return
+    for start in range(0, found.rows, size):
+        rows = slice(start, start + size)
+
+        def cut(items: Sequence[Any], rows: slice = rows) -> Any:
+            if id(items[0]) in found.addresses:
+                return items[0][rows]
+            return _replaced(items[0], holders, operator.itemgetter(rows))
+
+        yield _map_many([batch], cut)
 
 
 def _named_items(nest: Any) -> Iterator[tuple[Any, Any, bool]]:
@@ -321,9 +424,11 @@ def _fields_of(nest: Any) -> list[str]:
 
 def _is_row_list(nest: Any, holders: Mapping[int, Any]) -> bool:
     """A list or tuple with one item a row: one that holds no tensors, arrays or marks."""
-    return (
-        isinstance(nest, list | tuple) and not hasattr(nest, "_fields") and id(nest) not in holders
-    )
+    return _is_list(nest) and id(nest) not in holders
+
+
+def _is_list(nest: Any) -> bool:
+    return isinstance(nest, list | tuple) and not hasattr(nest, "_fields")
 
 
 def _holders(nest: Any) -> dict[int, Any]:

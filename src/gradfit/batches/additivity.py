@@ -57,7 +57,14 @@ from gradfit.batches.slightly_changed import slightly_changed
 from gradfit.batches.summed_logs import summed_logs
 from gradfit.batches.weights import BatchWeights, CountFirst, must_count
 from gradfit.errors import GradfitError, MisuseError
-from gradfit.tree import pick_rows, split_batch, unmarked
+from gradfit.tree import (
+    SPLIT_LISTS,
+    pick_rows,
+    rows_in_lists,
+    split_batch,
+    split_with_lists,
+    unmarked,
+)
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 MOST_ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
@@ -339,8 +346,8 @@ class _Measurement:
         return dataclasses.replace(again, read=measured.read)
 
     def _measure_other_ways(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
-        """Say so, if the batch adds up along dim 1, which makes dim 0 the time, or as a list of
-        samples.
+        """Say so, if the batch adds up along dim 1, which makes dim 0 the time, as a list of
+        samples, or by the items of lists in it.
         """
         if could_be_sequence_first(batch) and self._adds_up_by(cut_dim_1, batch, rows):
             reason = (
@@ -354,6 +361,8 @@ class _Measurement:
                 " cut by themselves. Pass split=lambda batch, size: (batch[i : i + size] for i in"
                 " range(0, len(batch), size))"
             )
+        elif (lists := rows_in_lists(batch)) and self._adds_up_by(split_with_lists, batch, rows):
+            reason = f"it adds up by items of lists: {lists.text}. {SPLIT_LISTS}"
         else:
             return measured
         return dataclasses.replace(measured, reason=reason)

@@ -48,7 +48,7 @@ def _note_where_parts_do_not_add_up(plan: Plan, additivity: Additivity, *, exact
     return (
         f"The batch of {plan.batch_size} is not cut, and recomputing alone holds the"
         f" budget, because its parts do not make the whole ({_measured(additivity)}):"
-        f" {additivity.reason}. exact=False cuts it all the same."
+        f" {additivity.reason}.{' exact=False cuts it all the same.' * additivity.runs_parts}"
     )
 
 

@@ -43,6 +43,11 @@ class MeasuredLoss:
         return not self._step.exact or self.additivity is None or self.additivity.adds_up
 
     @property
+    def runs_parts(self) -> bool:
+        """Whether fewer rows can be run, so that `exact=False` would cut the batch."""
+        return self.additivity is None or self.additivity.runs_parts
+
+    @property
     def why_whole(self) -> str:
         """Why a batch is not cut."""
         additivity = self.additivity

@@ -39,10 +39,10 @@ def best_plan(
 def _asked_size(tools: PlanTools, micro_batch: int, batch_size: int, profile: Profile) -> int:
     """The micro-batch that was asked for, if the batch may be cut."""
     if micro_batch < batch_size and not profile.splittable:
+        otherwise = ", or pass exact=False to cut all the same" if tools.loss.runs_parts else ""
         raise MisuseError(
             f"micro_batch={micro_batch} cuts the batch of {batch_size}, and its loss"
-            f" does not add up: {tools.loss.why_whole}. Leave micro_batch out, or pass"
-            " exact=False to cut all the same."
+            f" does not add up: {tools.loss.why_whole}. Leave micro_batch out{otherwise}."
         )
     return min(micro_batch, batch_size)
 

@@ -56,7 +56,8 @@ def _hint(tools: PlanTools, plan: Plan, *, cut: bool) -> str:
             f"or lower the batch size. The batch of {plan.batch_size} is not cut:"
             f" {tools.loss.why_whole}."
         )
-        return hint if tools.step.whole else f"{hint} exact=False cuts it all the same."
+        may_be_cut = tools.loss.runs_parts and not tools.step.whole
+        return f"{hint} exact=False cuts it all the same." if may_be_cut else hint
     if tools.step.micro_batch is not None and plan.micro_batch > 1:
         return "or leave out micro_batch, so that it can be smaller."
     return "or make the model or an item of the batch smaller."

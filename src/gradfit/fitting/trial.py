@@ -30,6 +30,7 @@ from gradfit.batches.totals import LossTotals
 from gradfit.batches.weights import BatchWeights, CountFirst
 from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.made_rows import runner_of_rows
 from gradfit.fitting.measured_loss import MeasuredLoss
 from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.progress import ProgressReport
@@ -158,7 +159,9 @@ class _Trial:
         before: Snapshot,
         record: TrialRecord,
     ) -> None:
-        self._runner, self._model, self._optimizer = step.runner, step.model, step.optimizer
+        self._model, self._optimizer = step.model, step.optimizer
+        self._runner = runner_of_rows(step.runner, batch, untested.plan.micro_batch)
+        self._is_compiled = is_compiled(step.model, step.runner.loss_fn)
         self._scaler = step.scaler if step.scaler is not None and step.scaler.is_enabled() else None
         self._untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         self._plan, self._batch, self._before, self._record = untested.plan, batch, before, record
@@ -256,7 +259,7 @@ class _Trial:
         """
         mode = Planned(self._untested, inside=self._data_reads)
         part_loss = self._runner.forward(part, mode)
-        if is_compiled(self._model, self._runner.loss_fn):  # else it is as it was measured
+        if self._is_compiled:  # else it is as it was measured
             weights.of(part_loss)
         loss, times = self._held_to_be_read(part_loss, weights)
         del part_loss
