@@ -282,6 +282,30 @@ def test_a_foreign_optimizer() -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_foreign_optimizer_that_is_stepped_by_hand(steps: int, weighted: bool) -> None:
+    """Nobody hears of its steps, so a full window must be a mean already."""
+    model = make_model()
+    reference = copy.deepcopy(model)
+    optimizer = Foreign(list(model.parameters()))
+    acc = gf.GradientAccumulator(optimizer, steps=steps, parameters=model.parameters())
+    x = torch.randn(6, 6).double()
+    for _ in range(2):
+        for part in x.chunk(steps):
+            loss = model(part).square().mean()
+            acc.backward(loss, weight=len(part)) if weighted else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = Foreign(list(reference.parameters()))
+    for _ in range(2):
+        reference(x).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("isolate", [False, True])
 def test_sparse_gradients(isolate: bool) -> None:
     torch.manual_seed(0)

@@ -105,7 +105,7 @@ class AccumulationContext(Window, NotCopied):
                 self._end_complete()
 
     def _end_complete(self) -> None:
-        if self.optimizer is None and self.apart is None:
+        if not self.hears_of_steps and self.apart is None:
             finalise_by_itself(self)
         if is_usual(self) and not self.plain.expects_more(threading.get_ident()):
             self.settled = UsualPlainPass(self)

@@ -142,8 +142,8 @@ def plain_factor(window: Window) -> float:
 
 
 def finalise_by_itself(window: Window) -> None:
-    """An optimizer that we do not know can step at any moment, so a full window is final without
-    being asked.
+    """An optimizer that we do not know, or hear nothing of, can step at any moment, so a full
+    window is final without being asked.
     """
     if _is_asked_for(window) or window.ranks.reduces or window.plain.passes:
         return
@@ -155,7 +155,7 @@ def finalise_by_itself(window: Window) -> None:
 def _is_asked_for(window: Window) -> bool:
     """Whether somebody will say when the window is over."""
     return (
-        window.optimizer is not None
+        window.hears_of_steps
         or window.step_ends_micro_batch
         or window.bare
         or window.transaction is not None

@@ -47,7 +47,7 @@ class Backpropagator:
         self.window, self.scaler, self.isolate = window, scaler, isolate
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
-        self._settles = scaler is None and not self.can_take_back and window.optimizer is not None
+        self._settles = scaler is None and not self.can_take_back and window.hears_of_steps
         self._initial: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
 
     def backward(

@@ -40,6 +40,7 @@ from gradfit._torch import version_of
 from gradfit.accumulate.counted_micro_batches import end_micro_batch
 from gradfit.accumulate.gradient_marks import GradientMarks, drop_gradients
 from gradfit.accumulate.marks import disown
+from gradfit.accumulate.optimizer_access import stepper_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards
 from gradfit.accumulate.processes import SINGLE_PROCESS, AllParts, SingleProcess
 from gradfit.accumulate.short_way import ShortWay
@@ -84,6 +85,7 @@ class Window:
             else strategy
         )
         self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
+        self.hears_of_steps = stepper_of(optimizer) is not None
         # its parameters are the optimizer's, whatever those are by now
         self.follows_optimizer = False
         self.tensors: list[Tensor] = []
@@ -285,7 +287,7 @@ class Window:
     @property
     def watches_parameters(self) -> bool:
         """Whether somebody else's optimizer could update them unseen."""
-        return self.optimizer is None and not self.bare
+        return not self.hears_of_steps and not self.bare
 
     @property
     def parameters_written(self) -> bool:
