@@ -104,6 +104,8 @@ def _works_when_sent(work: Callable[[], object], number: int) -> Generator[None,
     try:
         yield
         work()
+    except GeneratorExit:  # the interpreter ends, and the owner lives
+        return
     except BaseException as error:
         work()
         if not isinstance(error, KeyboardInterrupt):

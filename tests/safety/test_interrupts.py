@@ -26,6 +26,7 @@ import torch
 from interrupts import WHERE, AtLine, interrupted
 
 import gradfit as gf
+from gradfit import interrupts as interrupts_module
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.fitting import any_loop
@@ -207,6 +208,16 @@ def test_ctrl_c_while_something_dies_comes_afterwards(make: Any) -> None:
         let_go()
     assert ctrl_c() is None
     assert is_done()
+
+
+def test_what_outlives_the_interpreters_modules_is_no_work() -> None:
+    """Their names are gone by then: it would end every such process with a traceback."""
+    owner, done = Dies(), list[int]()
+    when_gone(owner, lambda: done.append(1))
+    del interrupts_module._watches[max(interrupts_module._watches)]
+    assert not done
+    del owner
+    assert not done
 
 
 def test_ctrl_c_while_a_generator_is_rewound_waits_and_leaves_no_lock() -> None:
