@@ -33,7 +33,7 @@ from gradfit.fitting import any_loop
 from gradfit.interrupts import uninterrupted, when_gone
 from gradfit.own_passes import owner_of
 from gradfit.recompute import offload
-from gradfit.tape import generators
+from gradfit.tape import generators, process_settings
 from gradfit.tape.recorder import is_recording
 from gradfit.tape.values import Tape
 
@@ -190,6 +190,18 @@ def file() -> tuple[Any, Callable[[], bool]]:
     return one, lambda: not os.path.exists(f"/proc/self/fd/{number}")
 
 
+@pytest.fixture
+def no_other_tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Those that live in what other tests have left hold the collector back, too."""
+    before = gc.get_threshold()
+    monkeypatch.setattr(process_settings, "_patience", None)
+    monkeypatch.setattr(process_settings, "_threshold", None)
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("no_other_tape")
 @pytest.mark.parametrize("make", [watched, tape, file])
 def test_ctrl_c_while_something_dies_comes_afterwards(make: Any) -> None:
     dies, is_done = make()
