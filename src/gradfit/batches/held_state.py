@@ -19,11 +19,27 @@ import numpy as np
 import torch
 
 _TORCHS_OWN = frozenset(vars(torch.nn.Module()))  # tables that a snapshot puts back itself
-_HOLDS_NOTHING = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.nn.Parameter}
-)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_HOLDERS = (dict, list, set, deque, tuple, *_GENERATORS)
 
 _PutBack = Callable[[], object]
+
+
+class HoldersByType:
+    """Which of many values hold something, told by their types, each of which is looked at once: a
+    step asks this of the same values as the step before.
+    """
+
+    def __init__(self) -> None:
+        self._without: set[type] = set()
+
+    def among(self, values: Iterable[Any]) -> list[Any]:
+        """Those that hold something. Hot: a module has some twenty attributes."""
+        without = self._without
+        found = [value for value in values if type(value) not in without]
+        new = {kind for kind in set(map(type, found)) if not issubclass(kind, _HOLDERS)}
+        without |= new
+        return [value for value in found if type(value) not in new] if new else found
 
 
 class HeldState:
@@ -38,22 +54,31 @@ class HeldState:
     {'calls': [1]}
     """
 
-    def __init__(self, attributes: Iterable[dict[str, Any]]) -> None:
-        """Look at everything. `attributes` are those of each module."""
+    def __init__(
+        self, attributes: Iterable[dict[str, Any]], holders: HoldersByType | None = None
+    ) -> None:
+        """Look at everything. `attributes` are those of each module; `holders` knows the types that
+        earlier ones had.
+        """
         self._put_back: dict[int, _PutBack] = {}
-        left = [
-            value
-            for names in attributes
-            if len(names) > len(_TORCHS_OWN)
-            for name in names.keys() - _TORCHS_OWN
-            if type(value := names[name]) not in _HOLDS_NOTHING
-        ]
+        holders = holders or HoldersByType()
+        own = _TORCHS_OWN
+        left = holders.among(
+            [
+                value
+                for names in attributes
+                if len(names) > len(own)
+                for name, value in names.items()
+                if name not in own
+            ]
+        )
         while left:
-            thing = left.pop()
-            if id(thing) not in self._put_back:
-                inside, put_back = _contents_of(thing)
-                self._put_back[id(thing)] = put_back
-                left += [item for item in inside if type(item) not in _HOLDS_NOTHING]
+            inside: list[Any] = []
+            for thing in left:
+                if id(thing) not in self._put_back:
+                    held, self._put_back[id(thing)] = _contents_of(thing)
+                    inside += held
+            left = holders.among(inside)
 
     def restore(self) -> None:
         """Put the contents back into the same objects."""
@@ -72,7 +97,7 @@ def held_tensors(attributes: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str
                 thing = left.pop()
                 if isinstance(thing, torch.Tensor):
                     yield f"{module}.{name}".lstrip("."), thing
-                elif type(thing) not in _HOLDS_NOTHING and id(thing) not in seen:
+                elif isinstance(thing, _HOLDERS) and id(thing) not in seen:
                     seen.add(id(thing))
                     left += _contents_of(thing)[0]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import global_module_hooks, is_own_hook
+from gradfit.batches.held_state import HoldersByType
 
 _NAMES = ("_modules", "_parameters")
 _registries, _registries_by_name = itemgetter(*_NAMES), attrgetter(*_NAMES)
@@ -39,6 +40,7 @@ class ModelTree:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.walks = 0  # how often modules or parameters were found to be others
+        self.holders = HoldersByType()
         self._walk()
 
     def _walk(self) -> None:

@@ -195,7 +195,7 @@ class Snapshot:
         self._model, tree = model, tree or ModelTree(model)
         self._modules = tree.modules
         self._attributes: list[dict[str, Any]] = [*map(dict.copy, map(vars, tree.modules))]
-        self._held = HeldState(self._attributes)
+        self._held = HeldState(self._attributes, tree.holders)
         # of the modules that have any, by position: most have none
         self._hooks = _hooks_by_position(self._attributes)
         self._buffers = _buffers_by_position(tree.modules)

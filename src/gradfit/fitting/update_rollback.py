@@ -15,7 +15,7 @@ from gradfit.batches.model_tree import joined
 from gradfit.errors import StateError
 from gradfit.fitting.state_copy import UNCHANGING, StateCopy, copy_of
 from gradfit.fitting.tensor_copies import CopyLayout
-from gradfit.fitting.write_watch import WriteWatch
+from gradfit.fitting.write_watch import CountedWrites, WriteWatch, all_are_counted
 from gradfit.tree import leaves
 
 _parameters_of = itemgetter("params")
@@ -58,7 +58,7 @@ class UpdateSnapshot:
         self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
-        self._watch: WriteWatch | None = None
+        self._watch: CountedWrites | WriteWatch | None = None
 
     def __enter__(self) -> None:
         groups = getattr(self._optimizer, "param_groups", ())
@@ -70,15 +70,17 @@ class UpdateSnapshot:
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
         held = _tensors_of(self._optimizer)
-        self._watch = WriteWatch(
-            {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
-        )
+        tensors = {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
+        if all_are_counted(tensors, self._optimizer):
+            self._watch = CountedWrites(tensors)
+            return
+        self._watch = WriteWatch(tensors)
         self._watch.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.done = kind is None
         watch, self._watch = self._watch, None
-        if watch is not None:
+        if isinstance(watch, WriteWatch):
             watch.__exit__(kind, error, trace)
         if kind is not None:
             if watch is not None and watch.wrote():

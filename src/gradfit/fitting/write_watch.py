@@ -1,9 +1,9 @@
-"""Which tensors an optimizer's step has written to, by the operators that it runs.
+"""Which tensors an optimizer's step has written to.
 
-Version counters do not tell: under a dispatch mode torch does not count what operators on lists of
-tensors write (`_foreach_add_`, `_fused_adamw_`; torch 2.13,
-https://github.com/pytorch/pytorch/pull/191154). They are asked all the same, for whoever writes
-without an operator that could be watched.
+Torch counts what is written to a tensor, so that it need only be asked. But an optimizer that is
+not torch's own may write past the counters (`p.data.add_()`), and under a dispatch mode torch does
+not count what operators on lists of tensors write (`_foreach_add_`, `_fused_adamw_`; torch 2.13,
+https://github.com/pytorch/pytorch/pull/191154). There the operators are heard that the step runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,29 @@ import torch
 
 from gradfit._torch import is_operator, is_out_of_memory, storage_key, version_of
 from gradfit._torch_distributed import local_part
-from gradfit._torch_listen import DispatchMode
+from gradfit._torch_listen import DispatchMode, dispatch_modes
+from gradfit.accumulate.optimizer_access import can_be_taken_back
 from gradfit.devices import free_cached_memory
 from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten, written_tensors
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+class CountedWrites:
+    """`wrote()` is whether any of `tensors` is not what it was when this was made, as far as torch
+    counts.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before = [(tensor, memory_of(tensor), version_of(tensor)) for tensor in tensors]
+
+    def wrote(self) -> bool:
+        """Whether one of the tensors was written to, or given other memory."""
+        return any(
+            memory_of(tensor) != memory or version_of(tensor) != version
+            for tensor, memory, version in self._before
+        )
 
 
 class WriteWatch(DispatchMode):
@@ -31,16 +50,14 @@ class WriteWatch(DispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._before = [(tensor, memory_of(tensor), version_of(tensor)) for tensor in tensors]
-        self._memories = {memory for _, memory, _ in self._before}
+        tensors = [*tensors]
+        self._counted = CountedWrites(tensors)
+        self._memories = {*map(memory_of, tensors)}
         self._is_written = False  # from then on nobody need look at the others
 
     def wrote(self) -> bool:
         """Whether one of the tensors was written to, or given other memory."""
-        return self._is_written or any(
-            memory_of(tensor) != memory or version_of(tensor) != version
-            for tensor, memory, version in self._before
-        )
+        return self._is_written or self._counted.wrote()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation. Hot: an optimizer runs a dozen for each parameter."""
@@ -66,6 +83,19 @@ class WriteWatch(DispatchMode):
         """These are written to."""
         if not self._memories.isdisjoint(map(memory_of, targets)):
             self._is_written = True
+
+
+def all_are_counted(tensors: Iterable[torch.Tensor], optimizer: Any) -> bool:
+    """Whether torch counts all that a step of this optimizer writes to these tensors.
+
+    On an accelerator it does, too; but there an operation may find memory when it is run once more,
+    and a step has few, which take lists.
+    """
+    return (
+        not dispatch_modes()
+        and can_be_taken_back(optimizer)
+        and all(tensor.is_cpu and type(tensor) in _PLAIN for tensor in tensors)
+    )
 
 
 def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
