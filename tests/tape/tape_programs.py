@@ -264,6 +264,39 @@ def swap_rows(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
     return made
 
 
+# ----------------------------------------------------- another geometry of the same memory, unheard
+PLACES = [((1, ROWS), 0), ((0, 1), COLUMNS), ((2, 1), 3), ((COLUMNS, 1), 0), ((1, 2), 5)]
+
+
+def _moved(a: torch.Tensor, c: int) -> torch.Tensor:
+    made = a * 2.0
+    stride, offset = PLACES[c % len(PLACES)]
+    made.data = made.data.as_strided((ROWS, COLUMNS), stride, offset)
+    return made
+
+
+_define("moved", lambda a, b, c: _moved(a, c))
+_define("moved_and_written", lambda a, b, c: _moved(a, c).mul_(b))
+_define("moved_after_write", lambda a, b, c: _moved(a.clone().tanh_(), c).copy_(b).add_(a))
+
+
+@operation
+def moved_under_its_view(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
+    made = a * 2.0
+    view = made.detach().t()
+    made.data = made.data[c % 3 : c % 3 + 1].expand(ROWS, COLUMNS)
+    view[c % COLUMNS].mul_(1.5)
+    return made * b + view.t()
+
+
+@operation
+def moved_without_gradient(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
+    made = a.detach() * b.detach()
+    made.data = made.data[c % 3 : c % 3 + 2, 1 : 3 + c % 3]
+    made.clamp_(max=0.5)
+    return a * made.sum() + (b[:2, : made.shape[1]] * made).sum()
+
+
 # -------------------------------------------------------------------------------- control and modes
 @operation
 def branch_on_value(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:

@@ -245,6 +245,12 @@ bool is_plain(const IValue& argument) {
   return true;
 }
 
+int64_t number_in(PyObject* object) {
+  const int64_t content = PyLong_AsLongLong(object);
+  if (content == -1 && PyErr_Occurred()) raise();
+  return content;
+}
+
 Ref number(int64_t content) { return owned(PyLong_FromLongLong(content)); }
 
 // `storage_key` in _torch.py.
@@ -276,6 +282,23 @@ Ref geometry_of(const at::Tensor& tensor) {
   Ref offset = number(tensor.storage_offset());
   PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
   return owned(PyTuple_Pack(4, shape.get(), strides.get(), offset.get(), dtype));
+}
+
+bool are_numbers(PyObject* tuple, c10::IntArrayRef content) {
+  if (PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(content.size())) return false;
+  for (size_t at = 0; at < content.size(); ++at) {
+    if (number_in(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(at))) != content[at]) return false;
+  }
+  return true;
+}
+
+// Whether a plain tensor lies there in its storage: of `geometry_of`, without making one.
+bool lies_at(const at::Tensor& tensor, PyObject* geometry) {
+  return are_numbers(PyTuple_GET_ITEM(geometry, 0), tensor.sizes()) &&
+      are_numbers(PyTuple_GET_ITEM(geometry, 1), tensor.strides()) &&
+      number_in(PyTuple_GET_ITEM(geometry, 2)) == tensor.storage_offset() &&
+      PyTuple_GET_ITEM(geometry, 3) ==
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
 }
 
 int64_t version_of(const at::Tensor& tensor) {
@@ -423,12 +446,6 @@ bool is_equal(PyObject* one, PyObject* other) {
   return same == 1;
 }
 
-int64_t number_in(PyObject* object) {
-  const int64_t content = PyLong_AsLongLong(object);
-  if (content == -1 && PyErr_Occurred()) raise();
-  return content;
-}
-
 // `only_recorded_writes` in version_counters.py.
 bool only_recorded_writes(PyObject* value, int64_t version) {
   const int64_t before = number_in(known.version.in(value));
@@ -497,10 +514,7 @@ Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of
   const int64_t version = version_of(tensor);
   Ref key = key_of(tensor);
   Ref value = Ref::borrow(PyDict_GetItemWithError(values(), key.get()));
-  bool is_whole_if_equal = true;  // as `refer` has it: `_record` does not compare
   if (value) {
-    is_whole_if_equal = of_method || number_in(known.version.in(value.get())) != version ||
-        known.write_pending.in(value.get()) != Py_False;
     if (!is_present(session, value.get(), version)) value = Ref();
   } else {
     if (PyErr_Occurred()) raise();
@@ -524,14 +538,10 @@ Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of
   }
   if (!value) return call_method(table(), known.refer, argument, inputs);
   add_input(value.get(), inputs);
-  if (!is_whole_if_equal && alive(known.forward_tensor.in(value.get())).get() == argument) {
-    return value;
-  }
-  Ref geometry = geometry_of(tensor);
-  if (is_whole_if_equal && is_equal(geometry.get(), known.geometry.in(value.get()))) return value;
+  if (lies_at(tensor, known.geometry.in(value.get()))) return value;
   Ref slice = known.slice.make();
   known.slice_value.set(slice.get(), std::move(value));
-  known.slice_geometry.set(slice.get(), std::move(geometry));
+  known.slice_geometry.set(slice.get(), geometry_of(tensor));
   return slice;
 }
 
@@ -549,6 +559,7 @@ Ref Recording::reference_to(PyObject* argument, PyObject* inputs, bool of_method
   if (type == known.tensor) return reference_to_tensor(argument, inputs, of_method);
   if (type == known.parameter) {
     const at::Tensor& tensor = tensor_in(argument);
+    if (of_method) return call_method(table(), known.refer, argument, inputs);
     if (is_leaf_with_gradient(tensor)) return refer_parameter(argument, tensor);
   } else if (is_atom(argument) || type == known.scratch) {
     return Ref::borrow(argument);
@@ -847,6 +858,7 @@ class Method {
       return false;
     }
     if (alive(known.forward_tensor.in(old_.get())).get() != target_ ||
+        !lies_at(tensor, known.geometry.in(old_.get())) ||
         !only_recorded_writes(old_.get(), version_of(tensor)) ||
         (known.unwritten.in(old_.get()) != Py_None && reads_written)) {
       return false;
@@ -1258,28 +1270,24 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
       return call_method(saved_tensors, known.pack_written, value.get(), object);
     }
   }
-  Ref geometry = Ref::borrow(Py_None);
-  Ref forward_tensor = alive(known.forward_tensor.in(value.get()));
-  if (forward_tensor.get() != object) {
-    if (tensor.is_view() && is_leaf_with_gradient(at::Tensor(tensor._base()))) {
-      return pack_root(saved_tensors, table, object, tensor);
-    }
-    Ref place = geometry_of(tensor);
-    if (!is_equal(place.get(), known.geometry.in(value.get()))) geometry = std::move(place);
+  if (tensor.is_view() && is_leaf_with_gradient(at::Tensor(tensor._base()))) {
+    return pack_root(saved_tensors, table, object, tensor);
   }
+  const bool is_whole = lies_at(tensor, known.geometry.in(value.get()));
+  Ref geometry = is_whole ? Ref::borrow(Py_None) : geometry_of(tensor);
   Ref handle = known.handle.make();
   known.handle_tape.set(handle.get(), Ref::borrow(part(session, kTape)));
   known.handle_value.set(handle.get(), Ref::borrow(value.get()));
-  known.handle_geometry.set(handle.get(), std::move(geometry));
+  known.handle_geometry.set(handle.get(), Ref::borrow(geometry.get()));
   Ref handles = Ref::borrow(known.handles.in(value.get()));
   known.handles.set(value.get(), with_another(handles.get(), weak(handle.get())));
   if (handles.get() != Py_None) return handle;
   if (known.evictable.in(value.get()) == Py_True) {
-    if (is_written || forward_tensor.get() != object || known.on_held.in(part(session, kTape)) != Py_None) {
-      call_method(saved_tensors, known.hold_evictable, value.get(), object, forward_tensor.get());
+    if (!is_whole || known.on_held.in(part(session, kTape)) != Py_None) {
+      call_method(saved_tensors, known.hold_evictable, value.get(), object, geometry.get());
     } else {
       known.tensor_held.set(value.get(), call(known.detached, object));
-      known.held_version.set(value.get(), Ref::borrow(known.version.in(value.get())));
+      known.held_version.set(value.get(), number(version_of(tensor)));
     }
     return handle;
   }

@@ -357,10 +357,9 @@ class Recorder:
                     else:
                         if not inputs or len(inputs) > FEW or value not in inputs:
                             inputs.append(value)
+                        geometry = place_of(argument)
                         references.append(
-                            value
-                            if value.forward_tensor() is argument
-                            else new_slice(value, place_of(argument))
+                            value if geometry == value.geometry else new_slice(value, geometry)
                         )
                 elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
                     references.append(self._refer_parameter(argument, storage_key(argument)))

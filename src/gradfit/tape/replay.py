@@ -646,9 +646,7 @@ def _refuse(op: TapeOperation, value: TapeValue, result: torch.Tensor) -> None:
     raise UnsupportedOp(
         f"{op.name} gave {_described(geometry_of(result))} in the forward pass's place of"
         f" {_described(value.geometry)}: a setting (the default dtype, a backend's flags) has"
-        " changed since, or `.data =` has given one of its arguments another shape or strides of"
-        " the same memory. Call backward() under the settings of the forward pass, and write"
-        " `y = y.t()` where the forward pass has `y.data = y.data.t()`."
+        " changed since. Call backward() under the settings of the forward pass."
     )
 
 

@@ -138,19 +138,15 @@ class SavedTensors:
             or value.unwritten is not None
         ):
             return self._pack_written(value, tensor)
-        geometry = None
-        forward_tensor = value.forward_tensor()
-        owner: torch.Tensor | None = tensor  # whose version counter it shares
-        if forward_tensor is not tensor:
-            owner = tensor._base
-            if owner is not None and owner.is_leaf and owner.requires_grad:
-                return self._pack_root(tensor)  # `.data =` made the result a parameter's memory
-            try:
-                geometry = place_of(tensor)
-            except Untrackable:
-                return self._pack_root(tensor)
-            if geometry == value.geometry:
-                geometry = None
+        base = tensor._base
+        if base is not None and base.is_leaf and base.requires_grad:
+            return self._pack_root(tensor)  # `.data =` made the result a parameter's memory
+        try:
+            geometry: Geometry | None = place_of(tensor)
+        except Untrackable:
+            return self._pack_root(tensor)
+        if geometry == value.geometry:
+            geometry = None  # it is all of it
         handle = Handle()  # as `new_handle`
         handle.tape = self.tape
         handle.value = value
@@ -162,16 +158,7 @@ class SavedTensors:
             return handle
         value.handles = (_reference_to(handle),)
         if value.evictable:
-            if (
-                owner is None
-                or owner is not forward_tensor
-                or self.tape.on_held is not None
-                or (owner is not tensor and storage_key(owner) != value.key)
-            ):
-                self._hold_evictable(value, tensor, forward_tensor)
-            else:  # as there, written out: one counts the writes to both
-                value.tensor = make_alias(_Tensor, owner)
-                value.held_version = value.version
+            self._hold_evictable(value, tensor, geometry)
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle
@@ -204,31 +191,20 @@ class SavedTensors:
         """`pack` where somebody has written to the storage since its operation returned it, or
         nobody ever has.
         """
-        if (
-            value.unwritten is None
-            and tensor._base is None
-            and value.forward_tensor() is tensor
-            and value.op is not None
-            and not value.op.slices
-            and self._present(value, tensor) is value
-        ):  # hot: all of what a method has written to
-            return self._handle(value, None, tensor, tensor)
-        if is_view_of_parameter(tensor):
+        if tensor._base is not None and is_view_of_parameter(tensor):
             return self._pack_root(tensor)
         try:
-            geometry: Geometry | None = place_of(tensor)
+            geometry = place_of(tensor)
         except Untrackable:
             return self._pack_root(tensor)
         present = self._present(value, tensor)
         if present is None or present.op is None:
             return self._pack_root(tensor)
-        part = self._part(present, tensor)
-        if part is not None:
-            return self._handle(part, geometry, tensor, None)
-        forward_tensor = present.forward_tensor()
-        if forward_tensor is tensor or geometry == present.geometry:
-            geometry = None
-        return self._handle(present, geometry, tensor, forward_tensor)
+        if present.op.slices and present.position < 0 and is_small_slice(tensor):
+            part = part_of(present, geometry)  # see `written_slices.py`
+            if part is not None:
+                return self._handle(part, geometry, tensor)
+        return self._handle(present, None if geometry == present.geometry else geometry, tensor)
 
     def _present(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What the storage holds now; memory that nobody has written is held from now on."""
@@ -245,12 +221,6 @@ class SavedTensors:
             self._table.hold_unwritten(value, tensor, detached)
         finally:
             self.copying = False
-
-    def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
-        """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
-        if value.position >= 0 or value.op is None or not value.op.slices:
-            return None
-        return part_of(value, place_of(tensor)) if is_small_slice(tensor) else None
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
         """Hot: running statistics come here, too."""
@@ -270,44 +240,34 @@ class SavedTensors:
             self._count_kept(tensor)
         return (alias, version, itself, source_place(2))
 
-    def _handle(
-        self,
-        value: TapeValue,
-        geometry: Geometry | None,
-        tensor: torch.Tensor,
-        forward_tensor: torch.Tensor | None,
-    ) -> Handle:
+    def _handle(self, value: TapeValue, geometry: Geometry | None, tensor: torch.Tensor) -> Handle:
         handle = new_handle(self.tape, value, geometry)
         if value.handles is not None:
             value.handles = _and_another(value.handles, handle)
             return handle
         value.handles = (_reference_to(handle),)
         if value.evictable:
-            self._hold_evictable(value, tensor, forward_tensor)
+            self._hold_evictable(value, tensor, geometry)
         else:
             self._count_freed(value, tensor)
         return handle
 
     def _hold_evictable(
-        self, value: TapeValue, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
+        self, value: TapeValue, tensor: torch.Tensor, geometry: Geometry | None
     ) -> None:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
-        if forward_tensor is not None and (
-            forward_tensor is tensor
-            # `.data =` moves a tensor, and leaves its views where they are
-            or (tensor._base is forward_tensor and storage_key(forward_tensor) == value.key)
-        ):  # one counts the writes to both
-            value.tensor = detached(forward_tensor)
+        whole = tensor if geometry is None else value.unmoved_forward_tensor()
+        if whole is not None and (whole is tensor or whole is tensor._base):
+            value.tensor = make_alias(_Tensor, whole)  # one counts the writes to both
         elif tensor.dtype is value.geometry[3]:
             # Through what is saved: a result of `unsafe_split`, as an RNN's gates are, counts its
             # writes for itself.
             value.tensor = shaped(detached(tensor), value.geometry)
-        else:
-            whole = value.unmoved_forward_tensor()
-            if whole is None:
-                self._count_freed(value, tensor)
-                return
+        elif whole is not None:
             value.tensor = detached(whole)
+        else:
+            self._count_freed(value, tensor)
+            return
         value.held_version = value.tensor._version
         if self.tape.on_held is not None:
             self.tape.on_held((value,))

@@ -152,6 +152,8 @@ class TapeValue:
             tensor is None
             or storage_key(tensor) != self.key
             or geometry_of(tensor) != self.geometry
+            or tensor.is_neg()
+            or tensor.is_conj()
         ):
             return None
         return tensor
