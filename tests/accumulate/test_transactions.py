@@ -244,6 +244,29 @@ def test_scaler_with_isolation_loses_one_micro_batch(kind: str, dtype: torch.dty
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["torch", "gradfit"])
+@pytest.mark.parametrize("way", ["accumulator", "plain", "terms"])
+def test_a_scale_that_changes_amid_a_window(kind: str, way: str) -> None:
+    """Another optimizer's update has changed it: each micro-batch was scaled by its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if kind == "torch" else gf.LossScaler(4.0)
+    w = torch.zeros(1, requires_grad=True)
+    acc = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=2, scaler=scaler)
+    for number in (2.0, 4.0):
+        loss = (w * number).sum()
+        if way == "plain":
+            scaler.scale(loss).backward()
+        elif way == "terms":
+            acc.backward(terms={"one": (loss, 1)})
+        else:
+            acc.backward(loss)
+        result = acc.step()
+        if not result.stepped:
+            scaler.update(8.0)
+    assert result.stepped
+    assert result.grad_norm == 3.0
+    assert w.item() == -3.0
+
+
 def test_float16_parameters_with_a_scaler() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 1).half()

@@ -365,25 +365,134 @@ SCALERS = {
 
 
 @pytest.mark.parametrize("kind", SCALERS)
-def test_with_a_scaler_a_part_is_read_once_and_no_parameter_alone(sim: Any, kind: str) -> None:
-    """A part's weight is read before its backward pass; its loss and logs with all others."""
-
-    def reads(blocks: int, parts: int) -> int:
-        model, batch = network(16, blocks), a_batch(16, 16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = gf.fit(
-            model, optimizer, mean_loss, batch, memory="256 MiB", micro_batch=16 // parts,
-            scaler=SCALERS[kind](),
-        )  # fmt: skip
-        step(batch)
-        step(batch)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_step_with_a_scaler_reads_once(
+    sim: Any, kind: str, parts: int, clip: float | None
+) -> None:
+    """Weights, losses, norm, scale and what the scaler looks for, all together."""
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(
+        model, optimizer, summed_loss, batch, memory="256 MiB", micro_batch=16 // parts,
+        scaler=SCALERS[kind](), clip=clip,
+    )  # fmt: skip
+    for _ in range(3):
         before = sim.counters()
-        step(batch)
-        return waits_since(sim, before)
+        assert step(batch).stepped
+    assert waits_since(sim, before) == 1
 
-    of_four = reads(blocks=1, parts=4)
-    assert of_four - reads(blocks=1, parts=2) == 2
-    assert reads(blocks=3, parts=4) == of_four
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_an_accumulator_with_a_scaler_reads_once_per_update(
+    sim: Any, kind: str, dtype: torch.dtype | None
+) -> None:
+    model, batch = network(16, 1), a_batch(4, 16)
+    accumulator = gf.GradientAccumulator(
+        torch.optim.SGD(model.parameters(), lr=0.1), steps=3, scaler=SCALERS[kind](), dtype=dtype
+    )
+    for number in range(3):
+        before = sim.counters()
+        for _ in range(3):
+            accumulator.backward(mean_loss(model, batch), weight=4)
+            assert not number or waits_since(sim, before) == 0
+        assert accumulator.step().stepped
+    assert waits_since(sim, before) == 1
+
+
+def steps_beside(
+    kind: str, loss_fn: Any, micro_batch: Any, batches: list[tuple[Tensor, Tensor]], scale: float
+) -> tuple[list[Any], list[Any]]:
+    """A loop by hand over whole batches, and a step of `fit`: in each step whether they stepped,
+    the scaler's state, and the parameters.
+    """
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for fitted, states in zip((False, True), found, strict=True):
+        model = without_dropout(network(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        scaler: Any = {"GradScaler": torch.amp.GradScaler, "LossScaler": gf.LossScaler}[kind](
+            **({"device": "sim"} if kind == "GradScaler" else {}),
+            init_scale=scale,
+            growth_interval=2,
+        )
+        if fitted:
+            step = gf.fit(
+                model, optimizer, loss_fn, batches[0], memory="256 MiB", micro_batch=micro_batch,
+                scaler=scaler,
+            )  # fmt: skip
+        for batch in batches:
+            steps = optimizer.state_dict()["state"].get(0, {"step": 0})["step"] + 0
+            if fitted:
+                step(batch)
+            else:
+                given = loss_fn(model, batch)
+                loss = given[0] / given[1] if isinstance(given, tuple) else given
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            now = optimizer.state_dict()["state"].get(0, {"step": 0})["step"]
+            tensors = [p.detach().cpu().clone() for p in model.parameters()]
+            states.append((float(now) - float(steps), scaler.state_dict(), tensors))
+    return found
+
+
+def half_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.autocast("sim", torch.float16):
+        return mean_loss(model, batch)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("micro_batch", [4, "whole"])
+@pytest.mark.parametrize("loss_fn", [half_loss, summed_loss], ids=lambda f: f.__name__)
+def test_a_scaler_is_what_it_is_in_a_loop_by_hand(
+    sim: Any, kind: str, micro_batch: Any, loss_fn: Any
+) -> None:
+    """Steps that are left out, the scale's growth and backing off; whole batches bit by bit."""
+    good = padded_batch(16)
+    good = good[0][:, :16].contiguous(), good[1]
+    bad = torch.full_like(good[0], torch.inf), good[1]
+    batches = [good, bad, good, good, good, bad, bad, good]
+    plain, ours = steps_beside(kind, loss_fn, micro_batch, batches, 1000.0)
+    for (stepped, state, tensors), (ours_stepped, ours_state, ours_tensors) in zip(
+        plain, ours, strict=True
+    ):
+        assert (stepped, state) == (ours_stepped, ours_state)
+        for a, b in zip(tensors, ours_tensors, strict=True):
+            if micro_batch == "whole":
+                assert torch.equal(a, b)
+            elif loss_fn is summed_loss:  # float16 rounds each part for itself
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("items_of_first", "exponent", "attempts"), [(128, 20, 1), (1, 17, 2)])
+def test_scaled_parts_are_no_larger_than_means(
+    sim: Any, items_of_first: int, exponent: int, attempts: int
+) -> None:
+    """float16 just holds this scale for a mean over many items, and for no sum. What a part weighs
+    over the first one is not known before: if later ones outgrow it the batch is read one by one.
+    """
+    torch.manual_seed(1)
+    tokens = torch.randint(5, (8, 64))
+    targets = tokens.clone()
+    targets[:2].flatten()[items_of_first:] = -100
+
+    def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("sim", torch.float16):
+            logits = model(torch.nn.functional.one_hot(batch[0], 16).float())
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5))
+    scaler = torch.amp.GradScaler("sim", init_scale=2.0**exponent)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(
+        model, optimizer, token_loss, (tokens, tokens), memory="256 MiB", micro_batch=2,
+        scaler=scaler,
+    )  # fmt: skip
+    result = step((tokens, targets))
+    assert (result.stepped, result.attempts) == (True, attempts)
+    assert result.weight == int((targets != -100).sum())
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -489,7 +598,8 @@ class Reads:
         read = DeviceNumbers.read
 
         def noted(numbers: DeviceNumbers) -> None:
-            self.after_update.append(self._steps() > self._before)
+            if numbers._queues:  # else all was read before
+                self.after_update.append(self._steps() > self._before)
             read(numbers)
 
         monkeypatch.setattr(DeviceNumbers, "read", noted)
@@ -557,7 +667,8 @@ def test_an_update_that_should_not_have_been_is_taken_back(
     else:
         result = step(bad)
         assert (result.stepped, result.reason) == (False, "non-finite gradient")
-    assert reads.after_update == [True]  # and the second attempt has read one by one
+    # the second attempt has read one by one, and its losses before its update
+    assert reads.after_update == [True, False]
     after = everything(model, step)
     generators = 3  # which a step that was left out has used
     assert all(
@@ -582,12 +693,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def fitted_step(
-    optimizer: str = "AdamW", rows: int = 16, blocks: int = 2
+    optimizer: str = "AdamW", rows: int = 16, blocks: int = 2, scaler: Any = None
 ) -> tuple[nn.Module, Any, Any]:
     model, batch = network(16, blocks), a_batch(rows, 16)
     step = gf.fit(
         model, OPTIMIZERS[optimizer](model.parameters()), mean_loss, batch,
-        memory="256 MiB", micro_batch=rows // 2,
+        memory="256 MiB", micro_batch=rows // 2, scaler=scaler,
     )  # fmt: skip
     for number in range(2):
         torch.manual_seed(number)
@@ -612,28 +723,35 @@ def copy_into(model: nn.Module, step: Any, saved: tuple[Any, Any, Any]) -> None:
 
 
 def fail_at_points(
-    sim: Any, optimizer: str, first: int, every: int, times: int, blocks: int = 2
+    sim: Any, optimizer: str, first: int, every: int, times: int, blocks: int = 2, kind: str = ""
 ) -> int:
     """Refuse one allocation of a step after the other; gives how many.
 
     The step is repeated from the state before it, and nothing is lost.
     """
-    model, step, batch = fitted_step(optimizer, blocks=blocks)
+    scaler: Any = SCALERS[kind]() if kind else None
+    model, step, batch = fitted_step(optimizer, blocks=blocks, scaler=scaler)
     start = copy.deepcopy((model.state_dict(), step.optimizer.state_dict(), step.state_dict()))
+    scales = [scaler.state_dict()] if scaler is not None else []
     torch.manual_seed(9)
     before = sim.settings().allocations(0)
     step(batch)
     count = sim.settings().allocations(0) - before
     expected = everything(model, step)
+    if scaler is not None:
+        scales.append(scaler.state_dict())
     assert count > 50
     points = range(first, count, every)
     for point in points:
         copy_into(model, step, start)
+        if scaler is not None:
+            scaler.load_state_dict(scales[0])
         torch.manual_seed(9)
         sim.settings().fail_allocation(0, point, times)
         result = step(batch)
         sim.settings().fail_allocation(0, -1, 0)
         assert result.stepped, point
+        assert scaler is None or scaler.state_dict() == scales[1]
         got = everything(model, step)
         if result.micro_batches == 2:  # a tighter plan may cut the batch in other places
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), point
@@ -649,6 +767,12 @@ def fail_at_points(
 @pytest.mark.parametrize("part", range(3))
 def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, times: int) -> None:
     fail_at_points(sim, "AdamW", part, 3 if times == 1 else 12, times)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_memory_may_run_out_at_any_allocation_with_a_scaler(sim: Any, kind: str) -> None:
+    """Also after it has unscaled the gradients, which it does once for each update."""
+    fail_at_points(sim, "AdamW", 1, 3, 1, kind=kind)
 
 
 @pytest.mark.slow

@@ -493,6 +493,11 @@ class GradientAccumulator(NotCopied):
         return self._update.may_step_unread()
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
     def clips_by_norm(self) -> bool:
         """Whether an update clips by the norm of all gradients."""
         return self._update.max_norm is not None
@@ -510,6 +515,7 @@ class GradientAccumulator(NotCopied):
             self._update.narrow_again()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
+            self._update.forget_unscaled()
             self.window.drop()
 
     def reset_gradients(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate.loss_arguments import read_weight
+from gradfit.accumulate.loss_scaling import CarriedScale
 from gradfit.accumulate.window_begin import notice_use, start
 from gradfit.accumulate.window_marks import require_usable, take_marks, take_marks_of_tensors
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 VERSION = 2
 _READABLE = (1, 2)  # the first one has fields that nobody needs any more
 _COUNTS = ("closed", "open", "open_plain", "skipped")
-_FLAGS = ("delimited", "rescaled", "final")
+_FLAGS = ("delimited", "final")
 
 
 def save(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -69,7 +70,6 @@ def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
         "open_plain": sum(one.plain for one in state.open.values()),
         "skipped": state.skipped,
         "delimited": window.step_ends_micro_batch,
-        "rescaled": state.rescaled,
         "had_pass": state.had_pass,
         "final": window.is_final,
         "scale": state.loss_scale,
@@ -144,7 +144,7 @@ def _read(
     flags = {name: bool(numbers[name]) for name in _FLAGS}
     gradients = _read_gradients(members, tensors, numbers["sparse"], terms)
     return _SavedWindow(
-        _read_counters(numbers, terms, rescaled=flags["rescaled"]),
+        _read_counters(numbers, terms),
         gradients,
         numbers["strategy"],
         step_ends_micro_batch=flags["delimited"],
@@ -165,9 +165,7 @@ def _require_same_model(members: list[Tensor], numbers: Mapping[str, Any]) -> No
         )
 
 
-def _read_counters(
-    numbers: Mapping[str, Any], terms: dict[str, Total], *, rescaled: bool
-) -> WindowState:
+def _read_counters(numbers: Mapping[str, Any], terms: dict[str, Total]) -> WindowState:
     counts = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
     passes = OpenMicroBatch(counts["open"], counts["open_plain"])
     return WindowState(
@@ -177,8 +175,7 @@ def _read_counters(
         skipped=counts["skipped"],
         main=_total(numbers["weight"], numbers["divisor"]),
         terms=terms,
-        loss_scale=_positive(numbers["scale"], "scale"),
-        rescaled=rescaled,
+        carried=CarriedScale(_positive(numbers["scale"], "scale")),
         had_pass=bool(numbers.get("had_pass", True)),
     )
 

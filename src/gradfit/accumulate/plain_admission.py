@@ -136,8 +136,8 @@ def plain_factor(window: Window) -> float:
     """What a plain pass's gradients are multiplied by, so that it weighs 1 among the sums."""
     state = window.state
     factor = 1.0 / (state.main.divisor or 1.0)
-    if state.rescaled and window.transaction is None:
-        factor *= state.loss_scale / window.scaler.get_scale()
+    if window.scaler is not None and window.transaction is None:
+        factor *= state.carried.over_present(window.scaler)
     return factor
 
 

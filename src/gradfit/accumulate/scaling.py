@@ -146,14 +146,10 @@ def nonfinite_gradient(tensors: Sequence[Any], what: str, remedy: str) -> NonFin
     )
 
 
-def back_off(scaler: Any) -> bool:
-    """Lower a dynamic loss scale after an overflow in the middle of a window; gives whether there
-    was one.
-    """
-    if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
-        return False
-    scaler.update(scaler.get_scale() * _backoff_factor(scaler))
-    return True
+def back_off(scaler: Any) -> None:
+    """Lower a dynamic loss scale, if there is one, after an overflow amid a window."""
+    if scaler is not None and scaler.is_enabled() and getattr(scaler, "dynamic", True):
+        scaler.update(scaler.get_scale() * _backoff_factor(scaler))
 
 
 def _backoff_factor(scaler: Any) -> float:

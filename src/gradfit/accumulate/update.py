@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from gradfit import _torch
 from gradfit.accumulate.counted_micro_batches import close_all
 from gradfit.accumulate.gradient_marks import drop_gradients
+from gradfit.accumulate.loss_scaling import CarriedScale, UpdateScaling, make_scale, scale_of
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
     AnyOptimizer,
@@ -34,7 +36,10 @@ from gradfit.accumulate.window_end import combine, finalise, meet
 from gradfit.accumulate.window_marks import take_marks_of_tensors
 from gradfit.accumulate.window_members import follow_optimizer, look_for_others
 from gradfit.accumulate.window_state import Phase
+from gradfit.batches.device_numbers import DeviceNumbers
+from gradfit.batches.late_weights import ReadEach
 from gradfit.errors import MisuseError, NonFiniteGradient
+from gradfit.norms import total_norm
 
 _NOTHING = contextlib.nullcontext()
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -68,6 +73,9 @@ class Update:
         self.stepping = False
         self._stepped = False  # the optimizer has updated the parameters, as its own hook says
         self._widened: contextlib.ExitStack | None = None
+        self._scaling: UpdateScaling | None = None  # of an update that has begun
+        # whether the scaler has found what is not finite; None if nobody else has read that
+        self._found: bool | None = None
 
     def finish(self, *, flushing: bool = False, joined: bool = False) -> StepResult:
         """End the window, together with all processes that fill it.
@@ -86,7 +94,7 @@ class Update:
             window,
             flushing=flushing,
             joined=joined,
-            scale=1.0 if scaler is None else scaler.get_scale(),
+            scale=scaler.get_scale() if scaler is not None and window.ranks.reduces else 1.0,
         )
         window.require_intact()
         self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
@@ -106,11 +114,13 @@ class Update:
         window = self.window
         if window.unread is not None:
             return self._apply_unread(window.unread, result)
-        factor = combine(window)
-        gradients = gradients_of(window.tensors)
         if scaler is not None:
-            factor *= self._unscale(scaler, whole, gradients)
-        norm = self._norm(gradients) * factor
+            factor, norm = self._unscale(scaler, whole)
+            result = result._replace(weight=window.weight)
+        else:
+            factor = combine(window)
+            norm = self._norm(gradients_of(window.tensors))
+        norm *= factor
         if not math.isfinite(norm):
             return self._refuse_nonfinite(scaler, factor, result._replace(grad_norm=norm))
         window.in_doubt = True
@@ -164,25 +174,45 @@ class Update:
             self._keep(scaler)
             raise
 
-    def _unscale(self, scaler: Any, whole: AllParts, gradients: list[Tensor]) -> float:
-        """Divide the gradients by the loss scale, once; gives the factor that a changed scale
-        leaves to do.
+    def _unscale(self, scaler: Any, whole: AllParts) -> tuple[float, float]:
+        """Divide the gradients by the loss scale, once; gives the factor that is left to do, and
+        the norm. What is on an accelerator for that, the weights of late parts among it, is read
+        at once.
         """
-        window = self.window
-        device = gradients[0].device if gradients else torch.get_default_device()
-        # torch's has no scale where no loss was scaled
-        scaler.scale(torch.zeros((), device=device))
-        if scaler.get_scale() != whole.scale:
+        window, read_late = self.window, self.window.read_late
+        factor = combine(window) if read_late is None else 1.0
+        gradients = gradients_of(window.tensors)
+        make_scale(scaler, gradients)
+        if window.ranks.reduces and scaler.get_scale() != whole.scale:
             scaler.update(whole.scale)
-        factor = whole.scale / window.state.loss_scale
         window.ranks.spread_nonfinite(gradients)
-        self._unscale_once(scaler)
+        found = self._unscale_once(scaler)
+        flags = [] if window.ranks.reduces else found  # which the scaler has for this rank alone
         window.in_doubt = True
-        return factor
+        norms = self._norm_on_device(gradients)
+        scales = [window.state.carried.value, scale_of(scaler)]
+        then, now, *others = (read_late or _read_at_once)([*scales, *flags, *norms])
+        window.state.carried = CarriedScale(then)
+        self._found = any(others[: len(flags)]) if flags else None
+        norm = others[-1] if norms else math.nan
+        norm = norm if math.isfinite(norm) else self._norm(gradients)
+        if read_late is not None:
+            factor = window.state.main.factor
+            if not math.isfinite(norm) and window.state.main.lacks_room(0):
+                raise ReadEach  # a later part weighed too much for the first one's divisor
+        return factor * (now / then), norm
 
-    def _unscale_once(self, scaler: Any) -> None:
+    def _norm_on_device(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The norm of all, where it waits to be read and no other process has a part in it."""
+        is_alone = not self.window.ranks.reduces
+        on_device = is_alone and any(not gradient.is_cpu for gradient in gradients)
+        return [total_norm(gradients)] if on_device else []
+
+    def _unscale_once(self, scaler: Any) -> list[Tensor]:
+        """Gives what `UpdateScaling.unscale` does."""
+        self._scaling = UpdateScaling(scaler, self.optimizer)
         try:
-            scaler.unscale_(self.optimizer)
+            return self._scaling.unscale()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -196,8 +226,7 @@ class Update:
         """NaN or Inf: drop the window, or stop and leave its mean there to look at."""
         window = self.window
         if scaler is not None:
-            scaler.step(self.optimizer)  # which leaves it out, and remembers why
-            scaler.update()
+            self._step_scaled(scaler)  # which leaves it out, and remembers why
         elif not self.skip_nonfinite:
             scale_gradients(window.tensors, factor)
             self._hand_out()
@@ -264,11 +293,23 @@ class Update:
                 if scaler is None:
                     optimizer.step()
                 else:
-                    scaler.step(optimizer)
-                    scaler.update()
+                    self._step_scaled(scaler)
         finally:
             self.stepping = False
         return self._stepped or self._stepper is None
+
+    def _step_scaled(self, scaler: Any) -> None:
+        scaling = self._scaling or UpdateScaling(scaler, self.optimizer)
+        scaling.step(self._found)
+        self._scaling = self._found = None
+
+    def forget_unscaled(self) -> None:
+        """The window is dropped, perhaps in the middle of its update: the scaler may unscale the
+        next one's gradients.
+        """
+        scaling, self._scaling, self._found = self._scaling, None, None
+        if scaling is not None:
+            scaling.forget()
 
     def _keep(self, scaler: Any) -> None:
         """The update has failed, out of memory, say: leave the gradients so that the caller can try
@@ -276,9 +317,11 @@ class Update:
         """
         window = self.window
         if scaler is not None:  # it would refuse to unscale them a second time
-            window.state.loss_scale = scaler.get_scale()
-            scaler.update(window.state.loss_scale)
-            scale_gradients(window.tensors, window.state.loss_scale)
+            scale = scaler.get_scale()
+            window.state.carried = CarriedScale(scale)
+            scaler.update(scale)
+            scale_gradients(window.tensors, scale)
+            self._scaling = self._found = None
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -378,6 +421,13 @@ class Update:
         if self._widened is not None:
             self._widened.close()
             self._widened = None
+
+
+def _read_at_once(numbers: Sequence[float | Tensor]) -> list[float]:
+    on_device = DeviceNumbers()
+    places = on_device.add_together(numbers)
+    on_device.read()
+    return [*map(on_device.of, places)]
 
 
 def _reason(stepped: bool, scaler: Any) -> str:

@@ -78,12 +78,11 @@ class Backpropagator:
         window = self.window
         divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
-        if self.can_take_back:
-            factor *= self._rescale()
-            if self._is_rounded(factor):
-                loss = loss if times is None else loss * times
-                self._backward_apart(loss, weight, reduction)
-                return
+        factor *= self._rescale()
+        if self.can_take_back and self._is_rounded(factor):
+            loss = loss if times is None else loss * times
+            self._backward_apart(loss, weight, reduction)
+            return
         window.in_doubt, window.marks = True, None
         self._run(loss, factor, times=times)
         with window.lock:
@@ -243,13 +242,12 @@ class Backpropagator:
         return initial
 
     def _rescale(self) -> float:
-        """What brings gradients at the present loss scale to the scale the window began with; 1 but
-        after a skip.
+        """What brings gradients at the present loss scale to the scale the window began with; 1
+        unless somebody has changed it since: a skip, or an update of another optimizer.
         """
-        if self.scaler is None or not self.can_take_back:
+        if self.scaler is None:
             return 1.0
-        ratio: float = self.window.state.loss_scale / self.scaler.get_scale()
-        return ratio
+        return self.window.state.carried.over_present(self.scaler)
 
     # -- transactions -----------------------------------------------------------------------------
 
@@ -340,7 +338,7 @@ class Backpropagator:
             )
             window.ranks.failed(error)
             raise error
-        window.state.rescaled = back_off(self.scaler) or window.state.rescaled
+        back_off(self.scaler)
         transaction.roll_back()
         skip(window)
 
@@ -366,7 +364,7 @@ class Backpropagator:
         divisor = divisor_for(window, weight, narrow=True, sums=transaction.sums)
         reference = transaction.reference or 1
         transaction.commit(reference / divisor * rescale)
-        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        scale = window.state.loss_scale / rescale  # the present one
         add(window, weight, squared_norm=(norm / scale * reference / weight) ** 2)
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,8 @@ class Window:
         self.norm_ahead: float | None = None
         # numbers that nobody has read: the update is launched with them, and reads them then
         self.unread: UnreadNumbers | None = None
+        # reads weights that are still on an accelerator, with other numbers, when it ends
+        self.read_late: Callable[[Sequence[float | Tensor]], list[float]] | None = None
         self.whole: AllParts | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None
@@ -457,15 +459,18 @@ class Window:
         whole = self.whole
         return whole is not None and whole.micro_batches + whole.skipped > 0
 
-    def settle_weight(self, weight: Number, *, whole: bool) -> None:
+    def settle_weight(self, weight: Number, *, whole: bool, divisor: float | None = None) -> None:
         """The weights that came in stood for others, which were on a device: this is what they add
         up to.
 
-        `whole`: there was one micro-batch, a mean, which is its own divisor.
+        `whole`: there was one micro-batch, a mean, which is its own divisor. `divisor`: of the
+        sums, if they were not divided by what stood for the weights.
         """
         self.state.main.weight = weight
         if whole and weight:
             self.state.main.divisor = float(weight)
+        elif divisor is not None:
+            self.state.main.divisor = divisor
 
 
 def _steps_at_end(steps: int, progress: float) -> int:

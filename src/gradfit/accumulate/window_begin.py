@@ -8,6 +8,7 @@ import torch
 
 from gradfit._torch import have_no_gradient, type_of
 from gradfit.accumulate.gradient_marks import GradientMarks, drop_gradients, is_clear
+from gradfit.accumulate.loss_scaling import CarriedScale, scale_of
 from gradfit.accumulate.marks import claim
 from gradfit.accumulate.processes import wrapped_since
 from gradfit.accumulate.window_marks import STILL_THERE, is_dropped, require_untouched
@@ -106,7 +107,7 @@ def start_clear(window: Window) -> None:
     note_parameters(window)
     _note_types(window)
     if window.scaler is not None:
-        window.state.loss_scale = window.scaler.get_scale()
+        window.state.carried = CarriedScale(scale_of(window.scaler))
 
 
 def _note_types(window: Window) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradfit.accumulate.counted_micro_batches import note_end
+from gradfit.accumulate.loss_scaling import CarriedScale
 from gradfit.accumulate.processes import AllParts, present_in
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.window_marks import require_usable, take_marks_of_tensors
@@ -104,14 +105,15 @@ def _part_of_this_process(window: Window, flushing: bool, joined: bool, scale: f
     present, sparse = (
         present_in(window.sources, state.terms.values()) if window.ranks.reduces else ((), ())
     )
+    carried = state.loss_scale if window.ranks.reduces else 1.0  # alone nobody asks
     broken = state.phase is Phase.BROKEN or window.in_doubt or window.plain.any_died()
     return AllParts(
         state.totals(), window.accumulation_steps - state.skipped, state.skipped, window.notes,
-        state.loss_scale, scale, flushing, joined, present, sparse, broken,
+        carried, scale, flushing, joined, present, sparse, broken,
     )  # fmt: skip
 
 
 def _take_totals(state: WindowState, whole: AllParts) -> None:
-    state.loss_scale = whole.base
+    state.carried = CarriedScale(whole.base)
     for name, total in whole.weights.items():
         state.total_of(name).weight = total

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.loss_scaling import CarriedScale
 from gradfit.arguments import Number
 
 
@@ -119,10 +120,8 @@ class WindowState:
     terms: dict[str, Total] = field(default_factory=dict)
     had_pass: bool = False
     """A backward pass has come in; else all of it was put into `.grad` by hand."""
-    loss_scale: float = 1.0
+    carried: CarriedScale = field(default_factory=CarriedScale)
     """The loss scale that the sums carry."""
-    rescaled: bool = False
-    """The scaler has another one by now."""
     phase: Phase = Phase.FILLING
     fault: str = ""
     """Of a broken window: what has happened."""
@@ -138,6 +137,11 @@ class WindowState:
     """How often its scaler had unscaled gradients when they were last as we left them."""
     applied: bool = False
     """Of a final window: `apply_gradients` has used them."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale that the sums carry, as a number, which may have to be read."""
+        return self.carried.number
 
     @property
     def is_empty(self) -> bool:

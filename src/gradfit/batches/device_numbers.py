@@ -33,22 +33,19 @@ class DeviceNumbers:
         self._queues: dict[torch.device, _Queue] = {}
         self._numbers: dict[torch.device, list[float]] = {}
 
-    def add(self, value: Any) -> Any:
-        """Take a scalar; gives what `of` makes a number of. Nothing is read from an accelerator."""
+    def add(self, value: Any, most: int | None = MOST_WAITING) -> Any:
+        """Take a scalar; gives what `of` makes a number of. Nothing is read from an accelerator.
+        If `most` are waiting, they are sent before.
+        """
         if not isinstance(value, Tensor):
             return value
         if value.device.type == "cpu":
             return value.item()
-        return NumberPlace(value.device, self._queue_of(value).add(value))
+        return NumberPlace(value.device, self._queue_of(value).add(value, most))
 
-    def add_together(self, values: Iterable[Tensor]) -> list[Any]:
+    def add_together(self, values: Iterable[Any]) -> list[Any]:
         """Take several that are there at once: they go to the host together, however many."""
-        return [
-            value.item()
-            if value.is_cpu
-            else NumberPlace(value.device, self._queue_of(value).add(value, most=None))
-            for value in values
-        ]
+        return [self.add(value, most=None) for value in values]
 
     def _queue_of(self, value: Tensor) -> _Queue:
         queue = self._queues.get(value.device)

@@ -59,10 +59,16 @@ class LateWeights:
     Args:
         weights: what is asked in the end.
         whole: the batch is one part, so that its weight does not matter for its gradient.
+        is_scaled: the losses are scaled as far as float16 goes, so that what is backpropagated must
+            not be larger than a mean: a part weighs what it weighs over the first one.
     """
 
-    def __init__(self, weights: BatchWeights, *, whole: bool) -> None:
+    def __init__(self, weights: BatchWeights, *, whole: bool, is_scaled: bool = False) -> None:
         self._weights, self._whole = weights, whole
+        self._is_scaled = is_scaled and not whole
+        # rows over weight, of the first part, where that is on a device: what each is multiplied by
+        self._unit: Number | None = None
+        self._first: tuple[int, Any] | None = None  # its rows and the place of its weight
         self._taken: list[_Taken] = []
         self._numbers = DeviceNumbers()
         self._last: list[Any] = []  # places of what is read beside the parts
@@ -135,17 +141,53 @@ class LateWeights:
     def _as_it_is(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Backpropagated:
         weight = self._weights.weigh(part, divisors)
         self._add_to_total(weight.number)
+        if self._is_scaled:
+            return self._in_units(part, weight.number, weight.reduction)
         return Backpropagated(part.loss, weight.number, weight.reduction)
 
     def _sum_over(self, part: PartLoss, count: Tensor) -> Backpropagated:
         if self._whole:
             return Backpropagated(part.loss / count, part.rows, "mean")
+        if self._is_scaled:
+            return self._in_units(part, count, "sum")
         return Backpropagated(part.loss, part.rows, "sum")
 
     def _mean_over(self, part: PartLoss, divisor: Tensor) -> Backpropagated:
         if self._whole:
             return Backpropagated(part.loss, part.rows, "mean")
+        if self._is_scaled:
+            return self._in_units(part, divisor, "mean")
         return Backpropagated(part.loss, part.rows, "sum", divisor)
+
+    def _in_units(self, part: PartLoss, weight: Number, reduction: str) -> Backpropagated:
+        """A part of several, by its weight over the first one's. If that one is a number, it is
+        what the window divides by; else by the rows that stand for it.
+        """
+        if isinstance(weight, Tensor):
+            weight = weight.item() if weight.is_cpu else weight.detach().reshape(())
+        if self._unit is None:
+            self._unit = self._begin_unit(part, weight)
+        times = self._unit if reduction == "sum" else self._unit * weight
+        if isinstance(times, Tensor):
+            return Backpropagated(part.loss, part.rows, "sum", times)
+        return Backpropagated(
+            part.loss, part.rows if isinstance(weight, Tensor) else weight, reduction
+        )
+
+    def _begin_unit(self, part: PartLoss, weight: Number) -> Number:
+        if not isinstance(weight, Tensor):
+            return 1.0
+        self._first = part.rows, self._weight_places[-1]
+        return part.rows / weight.to(widest_on(weight.device))
+
+    def divisor_of(self, divisor: float) -> float:
+        """What the sums were divided by, in weights, once numbers are read; `divisor` is in what
+        stood for them.
+        """
+        if self._first is None:
+            return divisor
+        rows, place = self._first
+        return divisor * self._numbers.of(place) / rows
 
     def send(self, others: Sequence[Tensor]) -> None:
         """No more parts come: all numbers go to the host, with those of `others`, and `read` waits
@@ -155,7 +197,7 @@ class LateWeights:
         self._numbers.send()
 
     def read(
-        self, others: Sequence[Tensor] = ()
+        self, others: Sequence[float | Tensor] = ()
     ) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
         """All parts and what they weigh, as numbers, and the numbers of `others`, of these or of
         those that were sent; one copy from each device.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
 _SAME_ON_ALL = (
-    "version", "shapes", "windows", "strategy", "final", "scale", "rescaled", "delimited",
+    "version", "shapes", "windows", "strategy", "final", "scale", "delimited",
     "divisor",
 )  # fmt: skip
 
@@ -257,7 +257,6 @@ def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{name: records[0][name] for name in ("version", "windows", "strategy", "final")},
         "scale": _first_holding(records)["scale"],
-        "rescaled": any(all_of["rescaled"]),
         "steps": sum(all_of["steps"]),
         "skipped": sum(all_of["skipped"]),
         "delimited": any(all_of["delimited"]),

@@ -444,9 +444,10 @@ class TrainStep(NotCopied):
 
     def _close_window(self, totals: LossTotals) -> tuple[StepResult, float, Mapping[str, float]]:
         """Update; with the mean loss and logs over all processes."""
-        is_read = self.accumulator.window.unread is None
+        window = self.accumulator.window
+        is_read = window.unread is None and window.read_late is None
         if is_read:
-            self.accumulator.window.notes = totals.read()
+            window.notes = totals.read()
         result = self.accumulator.flush()
         if result.stepped and self._given is not self.optimizer:
             count_step(self._given)
@@ -522,7 +523,9 @@ class TrainStep(NotCopied):
         """
         if tested.copied and weighed.is_late and self.accumulator.may_step_unread():
             self.accumulator.window.unread = weighed.unread()
-        if self.accumulator.window.unread is None:
+        if weighed.is_late and self.accumulator.is_scaled:
+            self.accumulator.window.read_late = weighed.weigh_with
+        elif self.accumulator.window.unread is None:
             weighed.weigh()
 
     def _train_result(

@@ -21,6 +21,7 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_compile import is_compiled
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
+from gradfit.accumulate.loss_scaling import CarriedScale, scale_of
 from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.late_weights import LATE_TYPES, LateWeights
 from gradfit.batches.loss import PartLoss
@@ -173,7 +174,9 @@ class _Trial:
         self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
         self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
         self._rest_bytes = 0  # of the batch, which a trial does not hold
-        self._numbers: list[Any] = []  # which a step holds until it has read them
+        # which a step holds until it has read them
+        self._numbers: list[Any] = []
+        self._carried: CarriedScale | None = None
         self._data_reads = LooksAtData()
 
     # -- which micro-batches ----------------------------------------------------------------------
@@ -274,19 +277,23 @@ class _Trial:
         """What to backpropagate, and what its gradient begins with, if not with 1. The numbers of
         an accelerator's losses are held, as a step does.
         """
-        loss = part_loss.loss
-        if self._scaler is not None:  # a step reads at once what the loss weighs
+        loss, times = part_loss.loss, None
+        is_scaled = self._scaler is not None
+        if not (loss.is_cpu or loss.dtype not in LATE_TYPES):
+            late = LateWeights(weights, whole=self._plan.steps == 1, is_scaled=is_scaled)
+            loss, *_, times = late.take(part_loss)
+            self._numbers.append(late)
+        elif is_scaled:  # a step reads at once what the loss weighs
             totals = LossTotals()
             with contextlib.suppress(CountFirst):  # a step counts its parts before, and not here
                 totals.add(part_loss, weights.of(part_loss))
             self._numbers.append(totals)
-            return self._scaler.scale(loss), None
-        if loss.is_cpu or loss.dtype not in LATE_TYPES:
+        else:
             self._numbers.append(loss.detach())
-            return loss, None
-        late = LateWeights(weights, whole=self._plan.steps == 1)
-        loss, *_, times = late.take(part_loss)
-        self._numbers.append(late)
+        if self._scaler is not None:
+            if self._carried is None:
+                self._carried = CarriedScale(scale_of(self._scaler))
+            loss = self._scaler.scale(loss)
         return loss, None if times is None else times.to(loss.dtype).reshape(loss.shape)
 
     def _evict(self, part: Part, limit_bytes: int, beside: int) -> None:
@@ -306,6 +313,7 @@ class _Trial:
             if isinstance(one, LossTotals):
                 one.read()
         self._numbers.clear()
+        self._carried = None
 
     def tested(self, updates: DeviceUpdates) -> TestedPlan:
         """The plan, with what it took; `updates` says what comes after the passes."""

@@ -22,12 +22,12 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_memory_history import RequestHistory, Requests
-from gradfit.accumulate.scaling import gradient_norm
+from gradfit.accumulate.loss_scaling import UpdateScaling, scale_of
 from gradfit.batches.device_numbers import DeviceNumbers
 from gradfit.batches.model_tree import ModelTree
 from gradfit.devices import free_cached_memory
 from gradfit.fitting.grouped_step import GroupedStep
-from gradfit.norms import norms_of_each
+from gradfit.norms import norms_of_each, total_norm
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import probe_of_all
 
@@ -301,15 +301,16 @@ def _step_scaled(
     stand_ins: list[torch.nn.Parameter],
     history: RequestHistory,
 ) -> int:
-    """As in a step with a scaler: the losses have been read when gradients are unscaled."""
+    """As in a step with a scaler: the losses are read when gradients are unscaled."""
     gradients = [one.grad for one in stand_ins if one.grad is not None]
+    scaling = UpdateScaling(scaler, probe)
     with torch.no_grad(), GroupedStep(probe, groups) if groups else contextlib.nullcontext():
-        scaler.scale(torch.zeros((), device=gradients[0].device))
-        scaler.unscale_(probe)
-        gradient_norm(gradients)
-        scaler.step(probe)
-        scaler.update()
-    return 0
+        numbers = DeviceNumbers()
+        numbers.add_together([scale_of(scaler), *scaling.unscale(), total_norm(gradients)])
+        numbers.read()
+        end = history.so_far()
+        scaling.step(False)
+    return end
 
 
 def _trained_in(model: torch.nn.Module) -> list[torch.Tensor]:

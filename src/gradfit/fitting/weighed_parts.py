@@ -63,7 +63,9 @@ class WeighedParts:
             part = self._counted(part, position)
         part = self._weights.shared(part, position)
         if position == self._first and self._may_weigh_late(part.loss):
-            self._late = LateWeights(self._weights, whole=self._is_whole)
+            self._late = LateWeights(
+                self._weights, whole=self._is_whole, is_scaled=self._accumulator.is_scaled
+            )
         if self._late is not None:
             late = self._late.take(part)
             if late.times is None:
@@ -97,16 +99,27 @@ class WeighedParts:
         return self._is_wide(loss) and self._accumulator.window.ranks.size == 1
 
     def _is_wide(self, loss: torch.Tensor) -> bool:
-        """Whether sums have room for what is not yet divided."""
-        window = self._accumulator.window
-        if window.narrow or window.scaler is not None:
-            return False
-        return loss.dtype in LATE_TYPES
+        """Whether sums have room for what is not yet divided; those of scaled losses are means of
+        the first part's divisor.
+        """
+        return not self._accumulator.window.narrow and loss.dtype in LATE_TYPES
 
     @property
     def is_late(self) -> bool:
         """Whether numbers are still on an accelerator."""
         return self._late is not None
+
+    def weigh_with(self, others: Sequence[float | torch.Tensor]) -> list[float]:
+        """Read all weights and losses, and these numbers, at once.
+
+        Raises:
+            ReadEach: nothing weighs anything.
+        """
+        assert self._late is not None
+        total, numbers = self._settled(self._late, others)
+        if not total:
+            raise ReadEach
+        return numbers
 
     def weigh(self) -> None:
         """Read all weights, losses and the norm at once, if they are still on an accelerator, and
@@ -150,16 +163,25 @@ class WeighedParts:
         """Read everything, the norms too if they were not sent; gives what all parts weigh
         together.
         """
-        window = self._accumulator.window
-        weighed, numbers = late.read(norms)
+        total, numbers = self._settled(late, norms)
         number = math.hypot(*numbers)
+        if math.isfinite(number):  # else the update looks closer
+            self._accumulator.window.norm_ahead = number
+        return total
+
+    def _settled(
+        self, late: LateWeights, others: Sequence[float | torch.Tensor]
+    ) -> tuple[float, list[float]]:
+        """Read everything; gives what all parts weigh together, and the numbers of `others`."""
+        weighed, numbers = late.read(others)
         for part, weight in weighed:
             self._totals.add(part, weight)
         total = sum(float(weight.number) for _, weight in weighed)
-        window.settle_weight(total, whole=self._is_whole)
-        if math.isfinite(number):  # else the update looks closer
-            window.norm_ahead = number
-        return total
+        window = self._accumulator.window
+        divisor = window.state.main.divisor
+        in_weights = None if divisor is None else late.divisor_of(divisor)
+        window.settle_weight(total, whole=self._is_whole, divisor=in_weights)
+        return total, numbers
 
     def _settle_launched(self, late: LateWeights) -> float:
         """The same when the update is launched; gives the norm.

@@ -76,7 +76,9 @@ class LossScaler:
         self._growth_tracker = 0
         # By optimizer, and not together: each steps or not by its own gradients, while the scale
         # follows all of them.
-        self._finite: dict[object, bool] = {}  # whatever was unscaled since the last update
+        # whatever was unscaled since the last update; as flags that are true where something is not
+        # finite, while nobody has read them
+        self._finite: dict[object, bool | list[Tensor]] = {}
         self._stepped: set[object] = set()
 
     def scale(self, outputs: Any) -> Any:
@@ -110,6 +112,11 @@ class LossScaler:
         """
         if not self._enabled:
             return True
+        self._unscale(target)
+        return self._is_finite(target)
+
+    def _unscale(self, target: Optimizer | GradientMap) -> None:
+        """Nothing is read from a device."""
         _check_target(target, "target")
         gradients = list(_gradients(target))
         self._require_not_unscaled(target)
@@ -117,9 +124,32 @@ class LossScaler:
             _require_not_float16(gradients)
         # A product with the inverse, as in `torch.amp.GradScaler`, and no division.
         inverse = 1.0 / self._scale
-        are_finite = [_scale_in_place(gradient, inverse) for gradient in gradients]
-        self._finite[target] = _all_true(are_finite)
-        return self._finite[target]
+        self._finite[target] = _found([_scale_in_place(one, inverse) for one in gradients])
+
+    def _is_finite(self, target: object) -> bool:
+        """Whether what was unscaled is finite; read once."""
+        flags = self._finite[target]
+        is_finite = flags if isinstance(flags, bool) else not any(map(bool, flags))
+        self._finite[target] = is_finite
+        return is_finite
+
+    # For an accumulator, which reads them with other numbers.
+
+    def _unscale_unread(self, optimizer: Optimizer) -> list[Tensor]:
+        """As `unscale_`; gives numbers above 0 where gradients are not finite."""
+        self._unscale(optimizer)
+        flags = self._finite[optimizer]
+        if isinstance(flags, bool) or any(type(flag) is not Tensor for flag in flags):
+            return []  # which `step` reads
+        return flags
+
+    def _note_finite(self, optimizer: Optimizer, is_finite: bool) -> None:
+        self._finite[optimizer] = is_finite
+
+    def _forget_unscaled(self, optimizer: Optimizer) -> None:
+        """The gradients that were unscaled are gone."""
+        self._finite.pop(optimizer, None)
+        self._stepped.discard(optimizer)
 
     def _require_not_unscaled(self, target: object) -> None:
         if target in self._stepped:
@@ -160,7 +190,7 @@ class LossScaler:
             )
         if optimizer not in self._finite:
             self.unscale_(optimizer)
-        return self._finite[optimizer]
+        return self._is_finite(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Choose the next scale from what the gradients since the last update looked like; or set
@@ -179,7 +209,7 @@ class LossScaler:
                 " first."
             )
         elif self.dynamic:
-            self._adapt(all(self._finite.values()))
+            self._adapt(all(map(self._is_finite, self._finite)))
         self._finite.clear()
         self._stepped.clear()
 
@@ -268,16 +298,18 @@ def _scale_in_place(gradient: Tensor, factor: float) -> Tensor:
     return values_of(gradient).isfinite().all()
 
 
-def _all_true(flags: list[Tensor]) -> bool:
-    """Read from each device once. A DTensor's flag is over all ranks, which all read it."""
+def _found(flags: list[Tensor]) -> list[Tensor]:
+    """Of flags that are true where a gradient is finite, one for each device, which is true where
+    one is not. A DTensor's flag is over all ranks, which all read it.
+    """
     plain: dict[torch.device, list[Tensor]] = {}
-    of_ranks: list[bool] = []
+    of_ranks: list[Tensor] = []
     for flag in flags:
         if type(flag) is Tensor:
             plain.setdefault(flag.device, []).append(flag)
         else:
-            of_ranks.append(bool(flag))
-    return all(of_ranks) and all(bool(torch.stack(some).all()) for some in plain.values())
+            of_ranks.append(~flag)
+    return [*of_ranks, *(~torch.stack(some).all() for some in plain.values())]
 
 
 def _require_entries(state: Mapping[str, Any]) -> None:
