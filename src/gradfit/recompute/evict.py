@@ -23,7 +23,14 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import is_ragged, output_bytes, sizes_of, storage_key, storage_owners
+from gradfit._torch import (
+    is_operator,
+    is_ragged,
+    output_bytes,
+    sizes_of,
+    storage_key,
+    storage_owners,
+)
 from gradfit._torch_one_operation import OneOperation
 from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
@@ -228,7 +235,8 @@ class Evictor(Meter):
             return None, most
         key = _key_of(func, args, kwargs)
         try:
-            nbytes = self._sizes.get(key) or _seen_larger.get(key)
+            known = self._sizes.get(key)  # 0 where all results lie in memory that is there
+            nbytes = known or _seen_larger.get(key, known)
         except TypeError:  # an argument that cannot be part of a key
             nbytes = _output_bytes(func, args, kwargs)
             return None, _bound(args) if nbytes is None else nbytes
@@ -456,8 +464,14 @@ def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """
     if isinstance(func, OneOperation):  # generated code takes the addresses of what it is given
         return None
+    if _is_sized_by_data(func) and kwargs.get("output_size") is None:
+        return None  # as fake tensors would say, a millisecond later
     with uninterrupted():
         return output_bytes(func, args, kwargs)
+
+
+def _is_sized_by_data(func: Any) -> bool:
+    return is_operator(func) and torch.Tag.dynamic_output_shape in func.tags
 
 
 def _tensors_in(args: Any) -> Iterator[torch.Tensor]:

@@ -215,6 +215,25 @@ def _size(args: Sequence[Any]) -> int:
     return math.prod(args[0])
 
 
+def _counted_up(args: Sequence[Any]) -> int:
+    """From 0, or from the first number to the second, in steps of the third; what torch will refuse
+    takes nothing.
+    """
+    numbers = [one for one in args if type(one) in (int, float)] or [1]  # of `arange(True)`
+    start, end, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
+    times = (end - start) / step if step else 0.0
+    return max(0, math.ceil(times)) if math.isfinite(times) else 0
+
+
+def _of_each_target(args: Sequence[Any]) -> int:
+    """A loss for each; the other result is a single number."""
+    return int(args[1].numel()) or 1
+
+
+def _number_of_tensors(args: Sequence[Any]) -> int:
+    return len(args[0])
+
+
 _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _product),
     # each result is as large as some argument, or smaller
@@ -222,9 +241,8 @@ _BY_NAME: dict[str, Rule] = {
         (
             "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
             "native_batch_norm", "native_batch_norm_backward", "_softmax", "_softmax_backward_data",
-            "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward",
-            "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss",
-            "mse_loss_backward", "native_dropout",
+            "_log_softmax", "_log_softmax_backward_data", "nll_loss_backward",
+            "nll_loss2d_backward", "mse_loss", "mse_loss_backward", "native_dropout",
             "_to_copy", "copy", "index_add", "scatter_add", "masked_fill", "zeros_like",
             "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "sum", "mean",
             "amax", "amin", "linalg_vector_norm", "norm", "cumsum", "isfinite", "tril", "triu",
@@ -236,6 +254,9 @@ _BY_NAME: dict[str, Rule] = {
         _largest,
     ),
     **dict.fromkeys(("cat", "stack"), _sum_of_all),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _of_each_target),
+    "_foreach_norm": _number_of_tensors,
+    "arange": _counted_up,
     "convolution": _convolved,
     "mkldnn_rnn_layer": _recurrent_workspace,  # times its four results
     "scalar_tensor": lambda args: 1,
@@ -265,7 +286,7 @@ def _rule_of(func: Any) -> Rule:
     schema, info = schema_of(func), info_of(func)
     if any(isinstance(where, str) for where in info.writes):
         return _unknown  # `out=`, which may be resized
-    if info.writes_self or not _returns_tensors(schema):
+    if info.writes_self or info.chunks or not _returns_tensors(schema):
         return _nothing
     if info.writes:
         return _unknown
@@ -281,7 +302,8 @@ def _rule_of_one_result(func: Any, schema: Any) -> Rule:
     if namespace != "aten":
         return _unknown
     if name.startswith("_foreach_"):
-        return _sum_of_all  # a result for each tensor of a list, as large as it at most
+        # a result for each tensor of a list, as large as it at most
+        return _BY_NAME.get(name, _sum_of_all)
     return _broadcast if torch.Tag.pointwise in func.tags else _BY_NAME.get(name, _unknown)
 
 
