@@ -26,7 +26,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _foreach_supported_types,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -852,6 +856,21 @@ def fake_mode() -> FakeTensorMode:
     # A fallback kernel would run the operator on real zeros; a model's constants and a user's
     # tensors come in as they are.
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def optimizers_take_fakes_for_real() -> Iterator[None]:
+    """torch's optimizers choose whether all parameters are updated in one call (`foreach`) as they
+    do for real ones.
+
+    Of a class that torch does not list, as that of fake tensors, each is updated alone, which has
+    other temporaries (`_default_to_fused_or_foreach` in torch/optim/optimizer.py, 2.10 to 2.15).
+    """
+    _foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)
 
 
 def overloads_of(op: Any) -> Any:

@@ -127,10 +127,6 @@ KNOWN_GAPS: dict[str, str] = {
     "tests/planning/test_real_graphs.py::test_real_models_are_planned_near_the_optimum": (
         "with fused dropouts one of 70 plans was seen 33 % above the exact solver's, the bar is 20"
     ),
-    "tests/profiling/test_fake.py::test_the_structure_is_that_of_a_real_run": (
-        "on shapes an optimizer's temporaries on an accelerator are counted twice: a bound, not the"
-        " number"
-    ),
 }
 
 

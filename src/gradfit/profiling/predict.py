@@ -30,7 +30,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit._torch import (
+    FakeTensorMode,
+    optimizers_take_fakes_for_real,
+    outside_fake_mode,
+)
 from gradfit._torch_listen import eager_functions
 from gradfit.arguments import check_model
 from gradfit.batches.runner import LossFunction, count_rows, run_part
@@ -304,7 +308,7 @@ def _optimizer_cost(
         return torch.zeros(_shard_shape(parameter, devices), dtype=parameter.dtype, device=where)
 
     watch = Stopwatch(roofline)
-    with mode, watch:
+    with mode, watch, optimizers_take_fakes_for_real():
         cost = optimizer_cost(optimizer, stand_in=shard, clock=lambda: watch.seconds)
     return cost if devices == 1 else cost._replace(ways=())  # shards are updated all at once
 
