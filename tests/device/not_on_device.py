@@ -8,6 +8,7 @@ _SPARSE = "the simulated device has no sparse tensors"
 _NESTED = "the simulated device has no nested tensors"
 _ONE_DROPOUT = "on the CPU a mask is two operations, on an accelerator dropout is one"
 _NUMPY = "NumPy, and memory that is shared with it, is the host's"
+_NO_FILE = "a file is where the CPU offloads to; a device offloads to the host's memory"
 
 # By the beginning of a test's name.
 CPU_ALONE: dict[str, str] = {
@@ -22,6 +23,7 @@ CPU_ALONE: dict[str, str] = {
     "tests/tape/test_held_content.py::test_reading_through_an_alias": _NUMPY,
     "tests/tape/test_held_content.py::test_an_input_that_is_refilled_unseen[numpy": _NUMPY,
     "tests/tape/test_held_content.py::test_an_input_that_is_refilled_unseen[buffer": _NUMPY,
+    "tests/tape/test_held_content.py::test_an_input_that_is_refilled_unseen[shared": _NUMPY,
     "tests/tape/test_held_content.py::test_a_large_input": _NUMPY,
     "tests/tape/test_held_content.py::test_a_small_input_that_is_read_often": _NUMPY,
     "tests/tape/test_held_content.py::test_which_memory_is_watched": _NUMPY,
@@ -41,15 +43,16 @@ CPU_ALONE: dict[str, str] = {
     "tests/recompute/test_hard_cases.py::test_a_learned_sparse": _SPARSE,
     "tests/recompute/test_hard_cases.py::test_a_mark_outside": _SPARSE,
     "tests/recompute/test_names.py::test_parameters_inputs_and_sparse": _SPARSE,
-    "tests/profiling/test_growth.py::test_walking_a_list": (
-        "the default device of these runs is a mode of torch's, in Python for each tensor"
-    ),
     "tests/recompute/test_one_stream.py::test_a_plan_fits_its_own_profile[AddsSparse]": _SPARSE,
     "tests/recompute/test_one_stream.py::test_profiles_are_not_made_under": (
         "a pooling that has a short way on the CPU alone"
     ),
-    "tests/recompute/test_planned.py::test_offloaded_values": (
-        "the file is where the CPU offloads to"
+    "tests/recompute/test_planned.py::test_offloaded_values": _NO_FILE,
+    "tests/recompute/test_offload_beside.py::test_a_full_disk": _NO_FILE,
+    "tests/recompute/test_offload_beside.py::test_what_goes_wrong": _NO_FILE,
+    "tests/recompute/test_offload_beside.py::test_a_limit_on_the_size_of_files": _NO_FILE,
+    "tests/recompute/test_offload_beside.py::test_a_forked_process": (
+        "a process that was forked cannot use a device that its parent has used"
     ),
     "tests/recompute/test_hard_cases.py::test_a_sparse": _SPARSE,
     "tests/recompute/test_most_bytes.py::"
@@ -80,6 +83,7 @@ CPU_ALONE: dict[str, str] = {
     "tests/accumulate/test_accumulate_odd_cases.py::test_norms_of_every_kind": _SPARSE,
     "tests/accumulate/test_accumulator_state.py::"
     "test_resumed_between_any_two_micro_batches[sparse": _SPARSE,
+    "tests/accumulate/test_accumulator_state.py::test_tensors_where_numbers_belong": _SPARSE,
     "tests/accumulate/test_exactness.py::test_sparse": _SPARSE,
     "tests/accumulate/test_loops_as_written.py::test_weightless_losses_of_a_sparse": _SPARSE,
     "tests/accumulate/test_low_precision.py::test_sparse": _SPARSE,

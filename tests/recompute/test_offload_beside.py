@@ -15,13 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from waiting import eventually
 
 import gradfit as gf
 from gradfit.planning.recording_extent import in_effect, operations_recorded
@@ -105,13 +105,6 @@ def open_files() -> list[str]:
     return [path for path in found if "gradfit-" in path or "(deleted)" in path]
 
 
-def eventually(is_so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.01)
-    return is_so()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
     before = len(open_files())
@@ -137,7 +130,7 @@ def test_on_a_slow_disk_the_peak_and_the_gradients_are_the_same(slow: None) -> N
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        with gf.meter(model, batch) as live:
+        with gf.meter(model, batch, device=batch.device) as live:
             forward(model, plan, batch).backward()
         assert same(gradients(model), wanted)
         peaks.append(live.peak_bytes)
