@@ -588,21 +588,22 @@ def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
 
 
 class Reads:
-    """Notes, of each read of a step's numbers, whether the optimizer had stepped before."""
+    """Notes, of each read of a step's numbers from a device, whether the optimizer had stepped
+    before.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer) -> None:
-        from gradfit.batches.device_numbers import DeviceNumbers
+        from gradfit.batches.device_numbers import _Queue
 
         self._optimizer = optimizer
         self.begin()
-        read = DeviceNumbers.read
+        read = _Queue.read
 
-        def noted(numbers: DeviceNumbers) -> None:
-            if numbers._queues:  # else all was read before
-                self.after_update.append(self._steps() > self._before)
-            read(numbers)
+        def noted(numbers: _Queue) -> list[float]:
+            self.after_update.append(self._steps() > self._before)
+            return read(numbers)
 
-        monkeypatch.setattr(DeviceNumbers, "read", noted)
+        monkeypatch.setattr(_Queue, "read", noted)
 
     def begin(self) -> None:
         self._before = self._steps()
@@ -667,8 +668,7 @@ def test_an_update_that_should_not_have_been_is_taken_back(
     else:
         result = step(bad)
         assert (result.stepped, result.reason) == (False, "non-finite gradient")
-    # the second attempt has read one by one, and its losses before its update
-    assert reads.after_update == [True, False]
+    assert reads.after_update == [True, False]  # the second attempt reads before it would update
     after = everything(model, step)
     generators = 3  # which a step that was left out has used
     assert all(
