@@ -170,7 +170,7 @@ def test_the_caller_says_how_to_split() -> None:
         ids = batch["ids"].view(len(batch["lengths"]), -1)
         return m(input_ids=ids, labels=ids).loss
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
     with pytest.raises(gf.BudgetInfeasible) as refused:
         gf.fit(model, optimizer, loss_fn, packed, memory="10 KiB", split=split)
     budget = refused.value.min_bytes  # nothing but splitting gets there

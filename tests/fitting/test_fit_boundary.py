@@ -294,9 +294,11 @@ class TestBatches:
 
         def of_arrays(model: nn.Module, batch: Any) -> Tensor:
             assert len(batch["texts"]) == len(batch["y"])
-            return entropy(model, {**batch, "y": torch.from_numpy(batch["y"])})
+            return entropy(
+                model, {**batch, "y": torch.as_tensor(batch["y"], device=batch["x"].device)}
+            )
 
-        arrays = {**data, "y": data["y"].numpy(), **others}
+        arrays = {**data, "y": data["y"].cpu().numpy(), **others}
         step = fitted(model, of_arrays, arrays)
         assert step(arrays).micro_batches > 1
         assert_parameters(model, expected)
