@@ -56,7 +56,8 @@ class WriteRecorder:
             return self._run_on_unknown(func, info, args, kwargs, key)
         if (
             old is None
-            or old.unmoved_forward_tensor() is not target
+            or old.forward_tensor() is not target
+            or not old.is_whole(target)
             or not only_recorded_writes(old, target._version)
             or (old.unwritten is not None and info.reads_written)
             or (self._split_results and key in self._split_results)

@@ -235,7 +235,7 @@ class Recorder:
         info = infos.get(id(func)) or info_of(func)
         if not info.simple or graph_task_id() != -1:
             return self._run_unusual(func, info, args, kwargs)
-        out = info.call(*args, **kwargs)
+        out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         policy = self._decisions.policy
         if policy is None:
             self._record(func, info, args, kwargs, out, None, None)

@@ -158,7 +158,11 @@ class SavedTensors:
             return handle
         value.handles = (_reference_to(handle),)
         if value.evictable:
-            self._hold_evictable(value, tensor, geometry)
+            if geometry is None and self.tape.on_held is None:  # as there, written out
+                value.tensor = make_alias(_Tensor, tensor)
+                value.held_version = value.version
+            else:
+                self._hold_evictable(value, tensor, geometry)
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle

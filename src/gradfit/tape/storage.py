@@ -17,7 +17,6 @@ from gradfit.tape.values import Geometry, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PART = 1 << 20
 _BY_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
 _BY_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
@@ -67,7 +66,7 @@ def place_of(tensor: torch.Tensor) -> Geometry:
     """
     try:
         dtype = tensor.dtype
-        if tensor.is_neg() or (dtype in _COMPLEX and tensor.is_conj()):
+        if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             raise Untrackable
         return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype)
     except (RuntimeError, NotImplementedError):

@@ -148,15 +148,16 @@ class TapeValue:
         have moved it.
         """
         tensor = self.forward_tensor()
-        if (
-            tensor is None
-            or storage_key(tensor) != self.key
-            or geometry_of(tensor) != self.geometry
-            or tensor.is_neg()
-            or tensor.is_conj()
-        ):
+        if tensor is None or storage_key(tensor) != self.key or not self.is_whole(tensor):
             return None
         return tensor
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on its storage lies there as its operation's result did."""
+        place = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        if place != self.geometry or tensor.is_neg():
+            return False
+        return not (tensor.dtype.is_complex and tensor.is_conj())
 
     @property
     def digest(self) -> bytes | None:
