@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradfit as gf
 
@@ -493,6 +494,33 @@ def test_scaled_parts_are_no_larger_than_means(
     result = step((tokens, targets))
     assert (result.stepped, result.attempts) == (True, attempts)
     assert result.weight == int((targets != -100).sum())
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_that_are_read_later_launch_nothing(sim: Any) -> None:
+    """There is a norm of each parameter: a view or two of each were most of what sending took."""
+    from gradfit.batches.device_numbers import DeviceNumbers
+
+    norms, numbers = [torch.ones(()) for _ in range(40)], DeviceNumbers()
+    called = Called()
+    with called:
+        numbers.add_together(norms)
+    assert called.operators == []
+    loss = torch.ones((1,), requires_grad=True)
+    place = numbers.add(loss)
+    numbers.read()
+    assert numbers.of(place) == 1.0
 
 
 @pytest.mark.parametrize("sent", [False, True])

@@ -83,7 +83,9 @@ class _Queue:
     def add(self, value: Tensor, most: int | None = MOST_WAITING) -> int:
         if most is not None and len(self._waiting) >= most:
             self._send_waiting()
-        self._waiting.append(value.detach().reshape(()))
+        # A norm of each parameter comes here: what is a plain scalar by now is taken as it is.
+        is_plain = not value.requires_grad and not value.dim()
+        self._waiting.append(value if is_plain else value.detach().reshape(()))
         self._count += 1
         return self._count - 1
 
