@@ -89,6 +89,26 @@ SCALERS: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("scaler", SCALERS, ids=["none", "GradScaler", "LossScaler"])
+def test_a_hook_that_fails_after_an_update_leaves_the_next_one(scaler: Callable[[], Any]) -> None:
+    """The update has happened; the scaler unscales the next one's gradients, too."""
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    acc = gf.GradientAccumulator(optimizer, steps=1, scaler=scaler())
+
+    def fail(*_: Any) -> None:
+        raise ValueError("of the hook")
+
+    handle = optimizer.register_step_post_hook(fail)
+    acc.backward((w * 2).sum())
+    with pytest.raises(ValueError, match="of the hook"):
+        acc.step()
+    handle.remove()
+    acc.backward((w * 2).sum())
+    assert acc.step().stepped
+    assert w.item() == -4.0
+
+
+@pytest.mark.parametrize("scaler", SCALERS, ids=["none", "GradScaler", "LossScaler"])
 @pytest.mark.parametrize("then", ["step", "flush", "more", "reset"])
 def test_an_update_that_fails_can_be_tried_again(scaler: Callable[[], Any], then: str) -> None:
     w = parameter()

@@ -274,6 +274,7 @@ class Update:
     def _leave_failed(self, scaler: Any, norm: float | None, changed: int, *, of: int) -> None:
         """A step has failed when it had written to so many of the parameters."""
         if self._stepped:  # only what came after the update has failed, somebody's hook, say
+            self.forget_unscaled()
             self._end(None if norm is None else norm * norm)
         elif changed:
             self.window.break_off(

@@ -96,7 +96,9 @@ class WeighedParts:
         """Whether the weights can stay on an accelerator until all parts are in."""
         if loss.is_cpu or not self._may_wait:
             return False
-        return self._is_wide(loss) and self._accumulator.window.ranks.size == 1
+        ranks, is_scaled = self._accumulator.window.ranks, self._accumulator.is_scaled
+        is_alone = ranks.size == 1 and not (is_scaled and ranks.reduces)
+        return is_alone and self._is_wide(loss)
 
     def _is_wide(self, loss: torch.Tensor) -> bool:
         """Whether sums have room for what is not yet divided; those of scaled losses are means of
