@@ -40,11 +40,16 @@ class CarriedScale:
     One that is on an accelerator is copied there, and read when somebody asks for the number.
     """
 
-    __slots__ = ("_seen", "value")
+    __slots__ = ("_original", "_version", "value")
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
+        self._note(value)
         self.value = value.clone() if isinstance(value, Tensor) else value
-        self._seen = _seen_now(value)
+
+    def _note(self, value: float | Tensor) -> None:
+        """While it is this tensor, not written to since, it is the same number."""
+        self._original = value if isinstance(value, Tensor) else None
+        self._version = -1 if self._original is None else version_of(self._original)
 
     @property
     def number(self) -> float:
@@ -60,17 +65,12 @@ class CarriedScale:
         now = scale_of(scaler)
         if not isinstance(now, Tensor):
             return self.number / now
-        if _seen_now(now) == self._seen:
+        if now is self._original and version_of(now) == self._version:
             return 1.0
         ratio = self.number / float(now.item())
         if ratio == 1.0:
-            self._seen = _seen_now(now)
+            self._note(now)
         return ratio
-
-
-def _seen_now(value: float | Tensor) -> tuple[int, int] | None:
-    """Which tensor, and how often it was written to."""
-    return (id(value), version_of(value)) if isinstance(value, Tensor) else None
 
 
 class UpdateScaling:
