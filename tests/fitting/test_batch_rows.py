@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfit as gf
+from gradfit.fitting import batch_shapes
 
 Batch = dict[str, Tensor]
 
@@ -165,3 +166,22 @@ def test_a_batch_without_rows_is_refused() -> None:
     empty = {name: tensor[:0] for name, tensor in packed([3]).items()}
     with pytest.raises(gf.MisuseError, match="nothing to train on"):
         step(empty)
+
+
+def test_a_step_finds_the_shape_of_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of boxes was gone through twice: a tenth of a step of 2 ms."""
+    step, _, _ = fitted(summed)
+    for seed, sizes in enumerate([[5, 9, 7, 8], [3, 8, 2, 1], [3, 8, 2, 1]]):
+        step(packed(sizes, seed))
+    walks, walk = [], batch_shapes._entries
+
+    def entries(batch: Any) -> list[Any]:
+        walks.append(batch)
+        return walk(batch)
+
+    monkeypatch.setattr(batch_shapes, "_entries", entries)
+    for sizes in ([5, 9, 7, 8], [4, 7, 2, 2], [6, 1]):
+        batch = packed(sizes)
+        step(batch)
+        assert [one is batch for one in walks] == [True]
+        walks.clear()

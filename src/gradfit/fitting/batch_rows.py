@@ -1,4 +1,4 @@
-"""How many rows a batch has, and its parts.
+"""How many rows a batch has, its shape, and its parts.
 
 Where only `split=` knows, rows are counted by cutting the batch into single ones, which may take as
 long as a tenth of a step. So it is not asked before somebody must know: if a cut at the size of a
@@ -8,9 +8,11 @@ is those parts.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from gradfit.batches.runner import MicroBatchRunner, Part
+from gradfit.fitting.batch_shapes import Shape, shape_of
 from gradfit.planning.plan import Plan
 
 
@@ -26,6 +28,13 @@ class BatchRows:
         self._runner, self.batch = runner, batch
         self._exact: int | None = None if runner.split is not None else runner.rows(batch)
         self._cut: tuple[int, list[Any]] | None = None  # a size, and the parts that it gave
+
+    @cached_property
+    def shape(self) -> Shape:
+        """By which its plans are found. A step asks for it several times, and a batch may hold
+        hundreds of tensors.
+        """
+        return _shape(self._runner, self.batch)
 
     @property
     def is_counted(self) -> bool:
@@ -64,7 +73,7 @@ class BatchRows:
 
 
 class RowCounter:
-    """Counts the rows of batches, those of the batch of a running step once.
+    """Counts the rows of batches and finds their shapes, those of the batch of a running step once.
 
     Args:
         runner: cuts them.
@@ -91,3 +100,13 @@ class RowCounter:
         if self.of_step is not None and self.of_step.batch is batch:
             return self.of_step.exact
         return self._runner.rows(batch)
+
+    def shape(self, batch: Any) -> Shape:
+        """By which a batch's plans are found."""
+        if self.of_step is not None and self.of_step.batch is batch:
+            return self.of_step.shape
+        return _shape(self._runner, batch)
+
+
+def _shape(runner: MicroBatchRunner, batch: Any) -> Shape:
+    return shape_of(batch, rows=runner.split is not None)

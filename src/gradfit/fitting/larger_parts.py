@@ -8,7 +8,7 @@ is measured, and from then on its shape goes by micro-batches as large as hold.
 from __future__ import annotations
 
 from gradfit.fitting.batch_rows import RowCounter
-from gradfit.fitting.batch_shapes import Shape, shape_of
+from gradfit.fitting.batch_shapes import Shape
 from gradfit.fitting.families import MOST_PLANS, in_larger_parts
 from gradfit.fitting.step_to_plan import StepToPlan
 from gradfit.fitting.tested_plan import TestedPlan
@@ -63,4 +63,4 @@ class LargerParts:
 
     def _shape(self) -> Shape:
         assert self._rows.of_step is not None, "a step has a batch"
-        return shape_of(self._rows.of_step.batch, rows=self._step.runner.split is not None)
+        return self._rows.of_step.shape

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gradfit import _torch_distributed as distributed
 from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting.batch_rows import BatchRows
-from gradfit.fitting.batch_shapes import Shape, shape_of
+from gradfit.fitting.batch_shapes import Shape
 from gradfit.fitting.families import PlanningTime, may_be_slow
 from gradfit.fitting.known_plans import KnownPlans
 from gradfit.fitting.larger_parts import LargerParts
@@ -151,7 +151,7 @@ class Planner:
 
     def _shape(self, batch: Any) -> Shape:
         """By which a batch's plans are found."""
-        return shape_of(batch, rows=self.step.runner.split is not None)
+        return self.rows.shape(batch)
 
     def _measure_missing_additivity(self, request: PlanRequest) -> None:
         """Of plans of single rows, or from a version that did not measure it."""
