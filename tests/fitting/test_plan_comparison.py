@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.fitting import train_step
+from gradfit.fitting.fixed_cost import with_computed_seconds
 from gradfit.fitting.plan_comparison import PlanComparison
 from gradfit.fitting.plan_improvement import PlanImprovement
 from gradfit.fitting.recovery import Recovery
+from gradfit.fitting.rival_plans import rivals_of
+from gradfit.planning.api import plain_plan
 
 ROWS = 64
 
@@ -106,6 +110,24 @@ def test_the_fastest_in_real_steps_stays(
     assert not step.plan.comparing
     for ours, theirs in zip(step.model.parameters(), oracle.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("measured_seconds", [1e-6, 1e3])
+def test_another_way_is_judged_by_the_same_profile(measured_seconds: float) -> None:
+    """Where steps are faster than a profile of a few rows says, so is the other way: it was never
+    tried, since its prediction was compared with what the clock had said of the plan.
+    """
+    step, batch = fitted(plan_ahead=True), next(batches())  # then it is the other way alone
+    tools, tested = step._planner._tools, step.known[0]
+    profile = with_computed_seconds(tested.profile)
+    plan = plain_plan(profile, memory=step.budget_bytes, batch_size=ROWS)
+    assert plan is not None
+    plain = dataclasses.replace(
+        tested, profile=profile, plan=plan.with_step_seconds(measured_seconds)
+    )
+    found = rivals_of(tools, plain, batch, step.budget_bytes)
+    assert any(not one.plan.keeps_everything for one in found)
+    assert all(one.plan.micro_batch > plan.micro_batch for one in found)
 
 
 def test_nothing_is_looked_for_before_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
