@@ -290,6 +290,16 @@ def _tell_engine() -> None:
         _stash(_IN_ENGINE, chain)
 
 
+def _told_engine() -> _Link | None:
+    """Who listens in the threads of a backward pass that is called from here, or in this one, if it
+    is such a thread.
+    """
+    if not torch._C._is_key_in_tls(_IN_ENGINE):
+        return None
+    link: _Link | None = torch._C._get_obj_in_tls(_IN_ENGINE)
+    return link
+
+
 def _stash(name: str, content: object) -> None:
     if _stashing_takes(name):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(content))
@@ -406,9 +416,7 @@ def switch_on() -> None:
 
 def who_counts() -> list[ByteCounter]:
     """Those who are to be told of what runs inside of one operation."""
-    link = _thread.innermost
-    if link is None and torch._C._is_key_in_tls(_IN_ENGINE):
-        link = torch._C._get_obj_in_tls(_IN_ENGINE)
+    link = _thread.innermost or _told_engine()
     found = []
     while link is not None:
         if link.count is not None:
@@ -420,7 +428,7 @@ def who_counts() -> list[ByteCounter]:
 @contextlib.contextmanager
 def heard_by_one(ear: Ear) -> Iterator[None]:
     """Inside of an operation that nobody hears, its parts are heard by `ear`."""
-    before = _thread.innermost
+    before, told = _thread.innermost, _told_engine()
     try:
         _thread.innermost = _Link(ear, None, True)
         _tell_engine()  # the operation may run a backward pass
@@ -429,7 +437,8 @@ def heard_by_one(ear: Ear) -> Iterator[None]:
     finally:
         _exclude(_KEY, True)
         _thread.innermost = before
-        _tell_engine()
+        # not who is asked now: whoever hears the operation is not among those
+        _stash(_IN_ENGINE, told)
 
 
 def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
@@ -438,14 +447,13 @@ def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
     Or where `Python` is switched off: there a fake tensor or another subclass asks kernels how they
     behave, which is no operation of the forward.
     """
-    if not _is_excluded(_PYTHON) and torch._C._is_key_in_tls(_IN_ENGINE):
-        link = torch._C._get_obj_in_tls(_IN_ENGINE)
-        if link is not None:
-            try:
-                _thread.innermost = link
-                return _heard(op, *args, **kwargs)
-            finally:
-                _thread.innermost = None
+    link = None if _is_excluded(_PYTHON) else _told_engine()
+    if link is not None:
+        try:
+            _thread.innermost = link
+            return _heard(op, *args, **kwargs)
+        finally:
+            _thread.innermost = None
     try:
         _exclude(_KEY, True)
         return op(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradfit as gf
 from gradfit import _torch_listen
 from gradfit._torch_listen import _KEY, _thread
+from gradfit._torch_one_operation import OneOperation, telling
 from gradfit.recompute.scope import inside_scope
 from gradfit.tape import process_settings
 
@@ -354,6 +355,32 @@ def test_what_listens_in_the_engine_is_not_freed_while_others_have_it() -> None:
         _torch_listen._stash("gradfit.test", link)
         _torch_listen._stash("gradfit.test", None)
     assert sys.getrefcount(link) == before
+
+
+class _OfParts(OneOperation):
+    """One operation to whoever listens; who counts bytes is told of its parts."""
+
+    def _run(self, x: torch.Tensor) -> list[torch.Tensor]:
+        with telling():
+            return [x + x]
+
+
+def test_who_listens_in_the_engine_still_does_after_an_operation_of_parts() -> None:
+    """The backward passes of an accelerator run there: whoever was entered last heard nothing of
+    them after a loss in tiles.
+    """
+
+    def listeners() -> list[Any]:
+        link, found = torch._C._get_obj_in_tls(_torch_listen._IN_ENGINE), []
+        while link is not None:
+            found.append(link.hear)
+            link = link.outer
+        return found
+
+    with gf.meter() as outer, gf.meter() as inner:
+        assert listeners() == [inner._observe, outer._observe]
+        _OfParts()(torch.ones(2))
+        assert listeners() == [inner._observe, outer._observe]
 
 
 def test_a_mode_that_only_its_stack_holds_is_taken_away_safely() -> None:
