@@ -106,15 +106,7 @@ CPU_ALONE: dict[str, str] = {
     "tests/fitting/test_audit_plan.py::test_every_value": "its budget is for the CPU's operations",
 }
 
-_ONE_SEGMENT_MORE = (
-    "in some runs one segment was predicted and two reserved; the causes that were found are"
-    " mended, and it was not run often enough since"
-)
 KNOWN_GAPS: dict[str, str] = {
-    "tests/device/test_reserved.py::"
-    "test_the_counter_is_what_was_predicted[segments-0.0-capturable": _ONE_SEGMENT_MORE,
-    "tests/device/test_reserved.py::"
-    "test_the_counter_is_what_was_predicted[expandable-0.0": _ONE_SEGMENT_MORE,
     "tests/tiling/test_planned_tiles.py::test_predictions_have_lazy_logits_too": (
         "on shapes the gradients of a tile come in the backward, which takes as much as in the"
         " forward on the CPU, and 18 % less on a device"

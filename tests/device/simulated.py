@@ -211,6 +211,8 @@ def say_what_is_reserved(on: bool) -> None:
 
     Where it is told a budget is about segments, of 2 MiB and more: too coarse for small models.
     """
+    for index in range(DEVICES):
+        _native.write_down_requests(index, False)  # whatever somebody has left
     told = {"memory_snapshot": _all_segments, "memory": _History()}
     for name, value in told.items():
         globals().pop(name, None)

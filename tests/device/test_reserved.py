@@ -67,6 +67,7 @@ def test_the_sequence_of_a_pass_predicts_the_counter_to_the_byte(sim: Any) -> No
         loss.backward()
         del loss
     predicted = record.reserved_bytes(UpdateSizes([], [], 0, 0), copied=False)
+    record.end()
     assert predicted + others == peak_reserved()
     model.zero_grad()
 
