@@ -118,8 +118,10 @@ def test_a_model_without_memory_gives_the_same(where: str) -> None:
         found = predicted(model, rows, loss_fn, optimizer)
         assert found.optimizer_seconds == pytest.approx(expected.optimizer_seconds, rel=0.2)
         # What is on meta will be on an accelerator, where torch's optimizers step all parameters at
-        # once.
-        burst = 2 * found.parameter_bytes if where == "meta" else expected.optimizer_burst_bytes
+        # once. Where none is here, it is the update of the CPU that does so, with twice as many
+        # temporaries as an accelerator's has.
+        elsewhere = where == "meta" and torch.get_default_device().type == "cpu"
+        burst = 2 * found.parameter_bytes if elsewhere else expected.optimizer_burst_bytes
         assert found.optimizer_burst_bytes == burst
         same = {
             name: getattr(expected, name) for name in ("optimizer_seconds", "optimizer_burst_bytes")
