@@ -184,18 +184,20 @@ class _History:
 
     def __init__(self) -> None:
         self._traces: list[list[dict[str, Any]]] = [[] for _ in range(DEVICES)]
+        self._records = False
 
     def _record_memory_history(
         self, enabled: str | None = "all", *, context: str | None = "all", clear_history: bool
     ) -> None:
+        self._records = enabled is not None
         for index, trace in enumerate(self._traces):
-            _native.write_down_requests(index, enabled is not None)
+            _native.write_down_requests(index, self._records)
             if clear_history or enabled is None:
                 trace.clear()
 
     def _snapshot(self) -> dict[str, Any]:
         for index, trace in enumerate(self._traces):
-            for address, size in _native.write_down_requests(index, True):
+            for address, size in _native.write_down_requests(index, self._records):
                 action = "free_completed" if size < 0 else "alloc"
                 trace.append({"action": action, "addr": address, "size": size})
         return {"segments": _all_segments(), "device_traces": [list(one) for one in self._traces]}
