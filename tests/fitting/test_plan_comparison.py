@@ -19,6 +19,7 @@ from gradfit.fitting.plan_improvement import PlanImprovement
 from gradfit.fitting.recovery import Recovery
 from gradfit.fitting.rival_plans import rivals_of
 from gradfit.planning.api import plain_plan
+from gradfit.profiling.profile import Linear
 
 ROWS = 64
 
@@ -128,6 +129,26 @@ def test_another_way_is_judged_by_the_same_profile(measured_seconds: float) -> N
     found = rivals_of(tools, plain, batch, step.budget_bytes)
     assert any(not one.plan.keeps_everything for one in found)
     assert all(one.plan.micro_batch > plan.micro_batch for one in found)
+
+
+def test_larger_micro_batches_are_tried_where_a_profile_says_too_much() -> None:
+    """What smaller ones have taken says that they hold: only recomputation was tried."""
+    step, batch = fitted(plan_ahead=True), next(batches())
+    tools, tested, limit = step._planner._tools, step.known[0], step._planner.step.limit_bytes
+    eighth = plain_plan(tested.profile, memory=limit, batch_size=ROWS, micro_batch=8)
+    assert eighth is not None
+    trial = tools.trials.within_limit(dataclasses.replace(tested, plan=eighth), batch)
+    assert trial is not None
+    nodes = [
+        dataclasses.replace(node, peak_bytes=Linear(node.peak_bytes.fixed, limit))
+        for node in tested.profile.nodes
+    ]
+    wrong = dataclasses.replace(trial.profile, nodes=tuple(nodes))
+    found = rivals_of(tools, dataclasses.replace(trial, profile=wrong), batch, limit)
+    sizes = [one.plan.micro_batch for one in found if one.plan.keeps_everything]
+    assert len(sizes) == 1
+    assert sizes[0] > 8
+    assert all(one.peak_bytes <= limit for one in found)
 
 
 def test_nothing_is_looked_for_before_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:

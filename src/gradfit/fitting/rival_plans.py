@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from gradfit import _torch_distributed as distributed
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.plan_tools import PlanTools
 from gradfit.fitting.plans_on_paper import best_plan, plan_near_size
@@ -16,6 +17,7 @@ from gradfit.planning.api import plain_plan, predicted, recomputing_plan, update
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 
+_ANY = 1 << 62  # bytes that nothing passes
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 # Of the budget, what a plan that is tried out in the middle of training may take on paper.
 _CAREFUL_SHARE = 0.98
@@ -53,8 +55,9 @@ def _kept_by_measured_seconds(
 def rivals_of(
     tools: PlanTools, tried: TestedPlan, batch: Any, target_bytes: int
 ) -> list[TestedPlan]:
-    """What a search that takes its time finds, if there was none yet; and with recomputation where
-    the plan has none, without where it has some.
+    """What a search that takes its time finds, if there was none yet; and without recomputation
+    where the plan has some, or else with it, and larger micro-batches without, where trials say
+    that they hold and the profile did not.
     """
     better = [] if tools.step.compares_ahead else _more_careful(tools, tried, batch)
     if tools.step.micro_batch is not None:
@@ -62,8 +65,11 @@ def rivals_of(
     best = better[0] if better else tried
     if not best.plan.keeps_everything and tried.plan.keeps_everything:
         return better  # both ways are there
-    find = _recomputing if best.plan.keeps_everything else _plain
-    return [*better, *find(tools, best, batch, target_bytes)]
+    if not best.plan.keeps_everything:
+        return [*better, *_plain(tools, best, batch, target_bytes)]
+    # over several ranks each might find another size by what its own trials have taken
+    largest = [] if distributed.is_running() else _larger_plain(tools, best, batch)
+    return [*better, *largest, *_recomputing(tools, best, batch, target_bytes)]
 
 
 def _more_careful(tools: PlanTools, tried: TestedPlan, batch: Any) -> list[TestedPlan]:
@@ -91,13 +97,22 @@ def _plain(tools: PlanTools, tested: TestedPlan, batch: Any, target_bytes: int) 
     rows, room = tested.plan.batch_size, int(_OTHER_WAY_SHARE * target_bytes)
     profile = updates_within(tested.profile, room, rows)[0]
     plan = plain_plan(profile, memory=room, batch_size=rows)
+    if plan is None:
+        return []
+    tried = tools.trials.within_limit(dataclasses.replace(tested, plan=plan), batch)
+    return [] if tried is None else _larger_plain(tools, tried, batch) or [tried]
+
+
+def _larger_plain(tools: PlanTools, tried: TestedPlan, batch: Any) -> list[TestedPlan]:
+    """The largest micro-batch that holds by what the trials of smaller ones have taken, tried out,
+    if it is larger than this one.
+    """
     largest: list[TestedPlan] = []
-    while plan is not None:
-        tried = tools.trials.within_limit(dataclasses.replace(tested, plan=plan), batch)
-        if tried is None:
+    while (plan := _plain_in_all(tried, tools.step.limit_bytes)) is not None:
+        larger = tools.trials.within_limit(dataclasses.replace(tried, plan=plan), batch)
+        if larger is None:
             break
-        largest = [tried]
-        plan = _plain_in_all(tried, tools.step.limit_bytes)
+        tried, largest = larger, [larger]
     return largest
 
 
@@ -112,7 +127,12 @@ def _plain_in_all(tried: TestedPlan, limit_bytes: int) -> Plan | None:
     most = even(rows, min(most, rows))
     if size >= most:
         return None
-    return plain_plan(profile, memory=limit_bytes, batch_size=rows, micro_batch=most)
+    plan = plain_plan(profile, memory=_ANY, batch_size=rows, micro_batch=most)
+    if plan is None:
+        return None
+    # a profile of a few rows may say more than that
+    peak = min(plan.peak_bytes, static + (tried.peak_bytes - static) * most // size)
+    return dataclasses.replace(plan, budget_bytes=limit_bytes, peak_bytes=peak)
 
 
 def _recomputing(
