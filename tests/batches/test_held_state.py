@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from gradfit.batches import held_state
-from gradfit.batches.held_state import HeldState, HoldersByType
+from gradfit.batches.held_state import HeldState, HoldersByType, held_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -69,3 +71,43 @@ def test_a_type_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at.clear()
     HeldState([vars(module)], holders)
     assert sorted(type(one).__name__ for one in looked_at) == ["Generator", "list", "list", "list"]
+
+
+def test_a_type_that_a_forward_makes_dies_with_what_it_closes_over() -> None:
+    """It was remembered, and with it an activation of each step."""
+    module, holders = nn.Module(), HoldersByType()
+    activation = torch.ones(3)
+
+    def value(of: torch.Tensor) -> Any:
+        class Value:
+            def get(self) -> torch.Tensor:
+                return of
+
+        return Value()
+
+    module.last = value(activation)
+    HeldState([vars(module)], holders)
+    alive = weakref.ref(activation)
+    module.last = activation = None
+    gc.collect()
+    assert alive() is None
+
+
+class Standing:
+    """A proxy, as libraries for lazy values have them: it says that it is what it stands for."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    @property
+    def __class__(self) -> type:
+        return type(self.thing)
+
+
+@pytest.mark.parametrize("thing", [{}, [1], (1,), torch.zeros(2)], ids=repr)
+def test_a_proxy_is_no_holder(thing: Any) -> None:
+    """Python's own methods refuse it, and torch's crash."""
+    module = nn.Module()
+    module.proxy = Standing(thing)
+    HeldState([vars(module)]).restore()
+    assert list(held_tensors({"": vars(module)})) == []

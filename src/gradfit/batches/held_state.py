@@ -10,6 +10,7 @@ Other objects may be anything (a trainer, a data set), and stay as they are.
 from __future__ import annotations
 
 import random
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 
 _TORCHS_OWN = frozenset(vars(torch.nn.Module()))  # tables that a snapshot puts back itself
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MADE_BY_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _HOLDERS = (dict, list, set, deque, tuple, *_GENERATORS)
 
 _PutBack = Callable[[], object]
@@ -28,18 +30,28 @@ _PutBack = Callable[[], object]
 class HoldersByType:
     """Which of many values hold something, told by their types, each of which is looked at once: a
     step asks this of the same values as the step before.
+
+    A type that a forward makes is looked at again: whoever remembers it holds what it closes over.
     """
 
     def __init__(self) -> None:
-        self._without: set[type] = set()
+        self._without: set[type] = set()  # that stay as long as the process
 
     def among(self, values: Iterable[Any]) -> list[Any]:
         """Those that hold something. Hot: a module has some twenty attributes."""
         without = self._without
         found = [value for value in values if type(value) not in without]
         new = {kind for kind in set(map(type, found)) if not issubclass(kind, _HOLDERS)}
-        without |= new
+        without.update(filter(_stays, new))
         return [value for value in found if type(value) not in new] if new else found
+
+
+def _stays(kind: type) -> bool:
+    """Whether a type is there as long as the process: it is of C, or its module has it."""
+    if not kind.__flags__ & _MADE_BY_CLASS:
+        return True
+    names = getattr(sys.modules.get(kind.__module__), "__dict__", {})
+    return names.get(kind.__name__) is kind
 
 
 class HeldState:
@@ -95,9 +107,10 @@ def held_tensors(attributes: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str
             left, seen = [names[name]], set[int]()
             while left:
                 thing = left.pop()
-                if isinstance(thing, torch.Tensor):
+                kind = type(thing)  # a proxy says that it is what it stands for
+                if issubclass(kind, torch.Tensor):
                     yield f"{module}.{name}".lstrip("."), thing
-                elif isinstance(thing, _HOLDERS) and id(thing) not in seen:
+                elif issubclass(kind, _HOLDERS) and id(thing) not in seen:
                     seen.add(id(thing))
                     left += _contents_of(thing)[0]
 
