@@ -322,3 +322,45 @@ def test_a_plain_pass_after_the_scale_has_changed(inside: bool) -> None:
         scaler.scale((w * 5).sum()).backward()
     result = acc.step()
     assert (result.stepped, result.skipped, result.grad_norm, w.item()) == (True, 1, 4.0, -4.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=repr)
+def test_a_step_that_failed_after_its_first_group_is_not_repeated(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch does not count what its fused kernels write: the first group was updated twice."""
+    layer = nn.Linear(3, 2)
+    groups = [{"params": [parameter]} for parameter in layer.parameters()]
+    acc = gf.GradientAccumulator(torch.optim.SGD(groups, lr=0.1, **options))
+    acc.backward(layer(torch.ones(1, 3)).sum())
+    step, calls = torch.optim.SGD._init_group, []
+
+    def second_fails(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.SGD, "_init_group", second_fails)
+    with pytest.raises(MemoryError):
+        acc.step()
+    once = [*map(torch.clone, layer.parameters())]
+    with pytest.raises(gf.MisuseError, match="changed 1 of 2 parameters"):
+        acc.step()
+    assert all(map(torch.equal, layer.parameters(), once))
+
+
+def test_a_fused_step_that_failed_before_it_wrote_is_repeated() -> None:
+    layer, times = nn.Linear(3, 2), []
+    acc = gf.GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1, fused=True))
+
+    def fails_once(*_: Any) -> None:
+        times.append(1)
+        if len(times) == 1:
+            raise MemoryError
+
+    acc.optimizer.register_step_pre_hook(fails_once)  # type: ignore[union-attr]
+    acc.backward(layer(torch.ones(1, 3)).sum())
+    with pytest.raises(MemoryError):
+        acc.step()
+    assert acc.step()

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradfit import _torch
 from gradfit.accumulate.counted_micro_batches import close_all
 from gradfit.accumulate.gradient_marks import drop_gradients
+from gradfit.accumulate.list_writes import ListWrites, is_fused
 from gradfit.accumulate.loss_scaling import CarriedScale, UpdateScaling, make_scale, scale_of
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
@@ -264,10 +265,16 @@ class Update:
         """
         tensors = self.window.tensors
         before = [*map(_torch.version_of, tensors)]
+        uncounted = ListWrites() if is_fused(self._stepper) else None
         try:
-            return self._step(optimizer, scaler)
+            with uncounted or _NOTHING:
+                return self._step(optimizer, scaler)
         except BaseException:
-            changed = sum(map(operator.ne, map(_torch.version_of, tensors), before))
+            counted = map(operator.ne, map(_torch.version_of, tensors), before)
+            reached = () if uncounted is None else uncounted.reached
+            changed = sum(
+                wrote or id(one) in reached for one, wrote in zip(tensors, counted, strict=False)
+            )
             self._leave_failed(scaler, norm, changed, of=len(before))
             raise
 

@@ -1,9 +1,10 @@
 """Which tensors an optimizer's step has written to.
 
 Torch counts what is written to a tensor, so that it need only be asked. But an optimizer that is
-not torch's own may write past the counters (`p.data.add_()`), and under a dispatch mode torch does
-not count what operators on lists of tensors write (`_foreach_add_`, `_fused_adamw_`; torch 2.13,
-https://github.com/pytorch/pytorch/pull/191154). There the operators are heard that the step runs.
+not torch's own may write past the counters (`p.data.add_()`), torch's fused kernels are never
+counted (`_fused_adamw_`), and under a dispatch mode no operators on lists of tensors are
+(`_foreach_add_`; torch 2.13, https://github.com/pytorch/pytorch/pull/191154). There the operators
+are heard that the step runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from gradfit._torch import is_operator, is_out_of_memory, storage_key, version_of
 from gradfit._torch_distributed import local_part
 from gradfit._torch_listen import DispatchMode, dispatch_modes
+from gradfit.accumulate.list_writes import is_fused
 from gradfit.accumulate.optimizer_access import can_be_taken_back
 from gradfit.devices import free_cached_memory
 from gradfit.tape.operators import info_of
@@ -94,6 +96,7 @@ def all_are_counted(tensors: Iterable[torch.Tensor], optimizer: Any) -> bool:
     return (
         not dispatch_modes()
         and can_be_taken_back(optimizer)
+        and not is_fused(optimizer)
         and all(tensor.is_cpu and type(tensor) in _PLAIN for tensor in tensors)
     )
 
