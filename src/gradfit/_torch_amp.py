@@ -43,8 +43,8 @@ def found_by_torchs(scaler: Any, optimizer: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def found_was_read(scaler: Any, optimizer: Any, found: bool) -> Iterator[None]:
-    """Inside, `scaler.step(optimizer)` does not read what its unscaling has found: it was this.
+def nothing_was_found(scaler: Any, optimizer: Any) -> Iterator[None]:
+    """Inside, `scaler.step(optimizer)` does not read what its unscaling has found: all was finite.
     `scaler.update()` comes after it, and looks at the device's own number.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -52,11 +52,16 @@ def found_was_read(scaler: Any, optimizer: Any, found: bool) -> Iterator[None]:
         return
     state = scaler._per_optimizer_states[id(optimizer)]
     on_device = state[_FOUND]
-    state[_FOUND] = dict.fromkeys(on_device, torch.tensor(float(found), device="cpu"))
+    state[_FOUND] = dict.fromkeys(on_device, torch.zeros((), device="cpu"))
     try:
         yield
     finally:
         state[_FOUND] = on_device
+
+
+def unscales_in_step(optimizer: Any) -> bool:
+    """Whether a scaler has just handed its scale to a fused optimizer, whose kernels unscale."""
+    return getattr(optimizer, "grad_scale", None) is not None
 
 
 def forget_unscaled(scaler: Any, optimizer: Any) -> None:

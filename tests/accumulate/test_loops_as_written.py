@@ -200,6 +200,38 @@ def test_a_scaled_window_stepped_by_hand(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_fused_optimizer_with_a_scaler(kind: str, by_hand: bool) -> None:
+    """Torch's scaler calls its `step` also when it is not to step, and leaves unscaling to it: the
+    first overflow, and each step by hand, was refused.
+    """
+    w, scaler = weight(), SCALERS[kind]()
+    optimizer = torch.optim.SGD([w], lr=1.0, fused=True)
+    acc = gf.GradientAccumulator(optimizer, steps=2, scaler=scaler)
+    for last in (3.0, math.inf, 3.0):
+        for x in (1.0, last):
+            scaler.scale(loss(w, x)).backward()
+            result = None if by_hand else acc.step()
+        if result is None and acc.is_ready:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert result is None or result.stepped == math.isfinite(last)
+    assert (w.item(), scaler.get_scale(), acc.windows) == (-4.0, 128.0, 3)
+
+
+def test_a_fused_optimizer_that_a_scaler_lets_not_step_has_not_stepped() -> None:
+    """Because of a parameter of its own that is not the accumulator's."""
+    w, other = weight(), weight()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD([w, other], lr=1.0, fused=True)
+    acc = gf.GradientAccumulator(optimizer, parameters=[w], scaler=scaler)
+    other.grad = torch.full_like(other, math.inf)
+    acc.backward(loss(w, 1.0))
+    assert (acc.step().stepped, w.item()) == (False, 0.0)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
 @pytest.mark.parametrize("steps", [False, True])
 def test_unscaled_by_hand_in_the_middle_of_a_window(kind: str, steps: bool) -> None:
     w, scaler = weight(), SCALERS[kind]()

@@ -106,15 +106,19 @@ class UpdateScaling:
     def step(self, found: bool | None) -> None:
         """Step, if what was unscaled is finite, and update the scale.
 
+        Torch's scaler would also call a fused optimizer that is not to step: its kernels look at
+        what was found, while its hooks and its watchers hear of a step.
+
         Args:
-            found: whether something is not finite; None: the scaler reads it.
+            found: whether something is not finite; None: it is still to be read.
         """
         scaler, optimizer = self._scaler, self._optimizer
-        if found is None:
+        if self._is_torchs:
+            if not (any(self._found()) if found is None else found):
+                with _torch_amp.nothing_was_found(scaler, optimizer):
+                    scaler.step(optimizer)
+        elif found is None:
             scaler.step(optimizer)
-        elif self._is_torchs:
-            with _torch_amp.found_was_read(scaler, optimizer, found):
-                scaler.step(optimizer)
         else:
             scaler._note_finite(optimizer, not found)
             scaler.step(optimizer)

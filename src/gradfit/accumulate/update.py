@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit import _torch
+from gradfit import _torch, _torch_amp
 from gradfit.accumulate.counted_micro_batches import close_all
 from gradfit.accumulate.gradient_marks import drop_gradients
 from gradfit.accumulate.list_writes import ListWrites, is_fused
@@ -400,7 +400,8 @@ class Update:
                 " Call step() of the accumulator, or read is_ready before scaler.step(optimizer)."
             )
         before = state.unscaled_before
-        if before is not None and times_unscaled(self.scaler, self.optimizer) == before:
+        is_told = before is not None and not _torch_amp.unscales_in_step(self.optimizer)
+        if is_told and times_unscaled(self.scaler, self.optimizer) == before:
             raise MisuseError(
                 "optimizer.step() with gradients that carry the loss scale of"
                 f" {state.loss_scale:g}. Call step() of the accumulator, or scaler.step(optimizer)."
