@@ -59,6 +59,12 @@ def nothing_was_found(scaler: Any, optimizer: Any) -> Iterator[None]:
         state[_FOUND] = on_device
 
 
+def are_others_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether gradients of another optimizer than this were unscaled, and it has not stepped."""
+    states = scaler._per_optimizer_states.items()
+    return any(one["stage"].name == "UNSCALED" for key, one in states if key != id(optimizer))
+
+
 def unscales_in_step(optimizer: Any) -> bool:
     """Whether a scaler has just handed its scale to a fused optimizer, whose kernels unscale."""
     return getattr(optimizer, "grad_scale", None) is not None

@@ -200,6 +200,22 @@ def test_a_scaled_window_stepped_by_hand(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCALERS)
+def test_another_optimizer_whose_gradients_are_unscaled_steps_first(kind: str) -> None:
+    """The update ended with `scaler.update()`, and they were unscaled once more."""
+    w, other, scaler = weight(), weight(), SCALERS[kind]()
+    optimizer = sgd(other)
+    acc = gf.GradientAccumulator(sgd(w), steps=1, scaler=scaler)
+    acc.backward(loss(w, 3.0))
+    scaler.scale(loss(other, 1.0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(gf.MisuseError, match="has not stepped"):
+        acc.step()
+    scaler.step(optimizer)
+    assert acc.step()
+    assert (w.item(), other.item()) == (-3.0, -1.0)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_fused_optimizer_with_a_scaler(kind: str, by_hand: bool) -> None:
     """Torch's scaler calls its `step` also when it is not to step, and leaves unscaling to it: the

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradfit import _torch_amp
 from gradfit._torch import version_of
+from gradfit.errors import MisuseError
 
 
 def scale_of(scaler: Any) -> float | Tensor:
@@ -32,6 +33,24 @@ def make_scale(scaler: Any, gradients: Sequence[Tensor]) -> None:
         return
     device = gradients[0].device if gradients else torch.get_default_device()
     scaler.scale(torch.zeros((), device=device))
+
+
+def require_no_other_unscaled(scaler: Any, optimizer: Any) -> None:
+    """Refuse an update, which ends with `scaler.update()`, while another optimizer's gradients are
+    unscaled: the scaler would forget that, and divide them once more.
+    """
+    if _torch_amp.is_torchs_own(scaler):
+        are_there = _torch_amp.are_others_unscaled(scaler, optimizer)
+    else:
+        are_there = hasattr(scaler, "_are_others_unscaled") and scaler._are_others_unscaled(
+            optimizer
+        )
+    if are_there:
+        raise MisuseError(
+            "The scaler has unscaled the gradients of another optimizer, which has not stepped, and"
+            " this update ends with scaler.update(). Call scaler.step(…) with that optimizer first,"
+            " or give each optimizer a scaler of its own."
+        )
 
 
 class CarriedScale:

@@ -17,7 +17,13 @@ from gradfit import _torch, _torch_amp
 from gradfit.accumulate.counted_micro_batches import close_all
 from gradfit.accumulate.gradient_marks import drop_gradients
 from gradfit.accumulate.list_writes import ListWrites, is_fused
-from gradfit.accumulate.loss_scaling import CarriedScale, UpdateScaling, make_scale, scale_of
+from gradfit.accumulate.loss_scaling import (
+    CarriedScale,
+    UpdateScaling,
+    make_scale,
+    require_no_other_unscaled,
+    scale_of,
+)
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
     AnyOptimizer,
@@ -89,6 +95,8 @@ class Update:
         scaler = self._enabled_scaler()
         if not window.enabled:
             return self._finish_plain(scaler)
+        if scaler is not None:
+            require_no_other_unscaled(scaler, self.optimizer)
         close_all(window)
         look_for_others(window)
         whole = meet(
@@ -284,6 +292,7 @@ class Update:
             self.forget_unscaled()
             self._end(None if norm is None else norm * norm)
         elif changed:
+            self.forget_unscaled()
             self.window.break_off(
                 f"The optimizer failed when it had changed {changed} of {of}"
                 " parameters. Restore them from a saved state."

@@ -143,6 +143,11 @@ class LossScaler:
             return []  # which `step` reads
         return flags
 
+    def _are_others_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer's gradients were unscaled, and it has not stepped."""
+        waiting = self._finite.keys() - self._stepped - {optimizer}
+        return any(not isinstance(one, GradientMap) for one in waiting)
+
     def _note_finite(self, optimizer: Optimizer, is_finite: bool) -> None:
         self._finite[optimizer] = is_finite
 
