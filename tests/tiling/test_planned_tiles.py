@@ -324,7 +324,7 @@ def taken_by_fit(optimizer: str, memory: int) -> tuple[int, int, Tiles | None]:
     return live.peak_bytes, 0, step.plan.tiles
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.slow)])
 def test_no_way_to_cut_is_measured_in_more_than_the_budget(optimizer: str) -> None:
     """The fastest ways to cut are tried first, and take the most."""
     taken, least, _ = taken_by_fit(optimizer, 1000)
