@@ -93,6 +93,9 @@ CPU_ALONE: dict[str, str] = {
     "tests/tiling/test_lazy_logits.py::test_copies_and_files_hold_numbers": _NUMPY,
     "tests/tiling/test_planned_tiles.py::test_the_example_runs": "examples run on the CPU",
     "tests/profiling/test_fake.py::test_without_hardware": "the hardware is the CPU's",
+    "tests/fitting/test_write_watch.py::test_nobody_listens_to_torchs_own_steps": (
+        "on an accelerator steps are listened to: an operation may find memory when run again"
+    ),
     "tests/fitting/test_fit_boundary.py::test_a_loss_that_can_be_read_only_uncompiled": (
         "its attempts; on a device a part without items takes one more"
     ),
