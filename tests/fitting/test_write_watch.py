@@ -101,19 +101,8 @@ def test_a_step_that_fails_before_it_writes_is_taken_back(kind: Any) -> None:
     assert all(map(torch.equal, tensors, before))
 
 
-def test_writes_past_the_counters_are_heard() -> None:
-    tensors = parameters()
-    optimizer = PastTheCounters(tensors, lr=0.1)
-    with (
-        pytest.raises(StateError, match="changed some parameters"),
-        UpdateSnapshot(tensors, optimizer, taken=False),
-    ):
-        optimizer.step()
-
-
-def test_a_hook_of_the_users_is_heard() -> None:
-    """It may do anything, an average of the weights for one."""
-    tensors = parameters()
+def with_a_hook(tensors: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A hook of the user's may do anything, such as averaging weights."""
     optimizer = torch.optim.SGD(tensors, lr=0.1)
 
     def average(*_: Any) -> None:
@@ -121,6 +110,13 @@ def test_a_hook_of_the_users_is_heard() -> None:
         raise RuntimeError("half-way")
 
     optimizer.register_step_pre_hook(average)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda tensors: PastTheCounters(tensors, lr=0.1), with_a_hook])
+def test_writes_past_the_counters_are_heard(make: Callable[[Any], Any]) -> None:
+    tensors = parameters()
+    optimizer = make(tensors)
     with (
         pytest.raises(StateError, match="changed some parameters"),
         UpdateSnapshot(tensors, optimizer, taken=False),

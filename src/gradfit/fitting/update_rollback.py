@@ -27,10 +27,11 @@ _KNOWN = {torch.Tensor, *UNCHANGING}
 class UpdateSnapshot:
     """Around an optimizer's step: if it fails half-way, all that it changes is as before.
 
-    Not `taken` where the copy does not fit into the budget, which is never broken for it. Then an
-    operation for which memory runs out is tried once more by itself. If that fails, too, numbers
-    and entries of the optimizer are put back, which take no room; but if a tensor was written to,
-    `StateError` says so: a step that has half happened must not be repeated.
+    Not `taken` where the copy does not fit into the budget, which is never broken for it. Then
+    numbers and entries of the optimizer are put back, which take no room; but if a tensor was
+    written to, `StateError` says so: a step that has half happened must not be repeated. Where
+    writes must be heard (`write_watch.py`), an operation for which memory runs out is tried once
+    more by itself before.
 
     Args:
         tensors: each once; those that are trained belong to it, beside the optimizer's own.

@@ -88,10 +88,12 @@ class WriteWatch(DispatchMode):
 
 
 def all_are_counted(tensors: Iterable[torch.Tensor], optimizer: Any) -> bool:
-    """Whether torch counts all that a step of this optimizer writes to these tensors.
+    """Whether torch's counters tell all that a step of this optimizer writes to these tensors, so
+    that nobody need listen.
 
-    On an accelerator it does, too; but there an operation may find memory when it is run once more,
-    and a step has few, which take lists.
+    They do on an accelerator, too; there somebody listens all the same: an operation for which
+    there was no memory often finds it when it is run once more, and a step has few, which take
+    lists.
     """
     return (
         not dispatch_modes()
