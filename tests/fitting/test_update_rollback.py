@@ -185,3 +185,14 @@ def test_tensors_that_the_optimizer_replaces_are_let_go() -> None:
     with UpdateSnapshot([parameter], optimizer, taken=True):
         optimizer.state[parameter]["replaced"] = torch.zeros(3)
         assert old() is None
+
+
+def test_many_tensors_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One large piece is cleared by the system and given back to it in each step."""
+    monkeypatch.setattr(tensor_copies, "PIECE_BYTES", 4 * 10)
+    sizes = (4, 6, 1, 9, 1, 25, 0, 10, 11, 3)
+    tensors = [torch.randn(size) for size in sizes] + [torch.arange(7), torch.arange(2)]
+    layout = CopyLayout()
+    assert_same(TensorCopies(tensors, layout).contents(), tensors)
+    pieces = [[tensors[place].nbytes for place in places] for places in layout.together]
+    assert pieces == [[16, 24], [4, 36], [4], [100], [0, 40], [44], [12], [56], [16]]

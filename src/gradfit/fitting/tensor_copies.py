@@ -8,7 +8,7 @@ them go together into one piece of memory is worked out once: it is the same in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -20,6 +20,11 @@ from gradfit._torch import copies_of, flat_copy, form_check, form_of
 
 _kind_of = attrgetter("dtype", "layout", "is_cpu")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+PIECE_BYTES = 1 << 19
+"""Of one piece, unless a tensor is larger. A step's activations have left holes of about that size,
+which the C library hands out again; for one large piece it asks the system, which clears every page
+of it, and gives it back right afterwards, so in each step: half of the copy's time.
+"""
 
 
 class CopyLayout:
@@ -31,7 +36,7 @@ class CopyLayout:
         self.known: list[ref[Tensor]] = []
         self.forms: list[tuple[torch.dtype, torch.Size]] = []
         self.on_cpu = True
-        self.together: list[Sequence[int]] = []  # positions among the tensors
+        self.together: list[Sequence[int]] = []  # positions among the tensors, piece by piece
         self.single: list[int] = []
         self._ids: list[int] = []
         self._died: list[ref[Tensor]] = []  # of those that are known: an id may be another's now
@@ -54,7 +59,7 @@ class CopyLayout:
         are_plain = set(map(type, tensors)) <= _PLAIN
         for kind, places in _positions_by(kinds).items():
             if are_plain and _can_be_flat(kind):
-                self.together.append(places)
+                self.together += _in_pieces(places, [tensors[place].nbytes for place in places])
             else:
                 self.single += places
 
@@ -102,6 +107,17 @@ def _cut_into(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
     """One piece of memory as tensors of these shapes."""
     pieces = torch.split(flat, [*map(math.prod, shapes)])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _in_pieces(places: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Those of so many bytes, in the order in which they are, cut into pieces."""
+    begin, taken = 0, 0
+    for at, size in enumerate(sizes):
+        if at > begin and taken + size > PIECE_BYTES:
+            yield places[begin:at]
+            begin, taken = at, 0
+        taken += size
+    yield places[begin:]
 
 
 def _positions_by(kinds: list[Any]) -> dict[Any, Sequence[int]]:
