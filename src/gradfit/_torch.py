@@ -760,7 +760,11 @@ def have_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[object])
 
 def have_no_gradient(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no tensor has a `.grad`."""
-    return have_gradients(tensors, itertools.repeat(None))
+    native = core()
+    has_none = None if native is None else native.have_no_gradient(tensors)
+    if has_none is None:
+        return have_gradients(tensors, itertools.repeat(None))
+    return bool(has_none)
 
 
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__

@@ -1,4 +1,4 @@
-"""The native core: finds, builds and loads the extension of `native/core.cpp`, which is written
+"""The native core: finds, builds and loads the extension of `native/*.cpp`, which is written
 against torch's C++ headers.
 
 It is optional. Nothing is ever compiled that nobody has asked for: `gradfit build-native` compiles
@@ -28,7 +28,7 @@ import torch
 from gradfit.errors import InvalidParameter, NativeCoreMissing
 
 SETTING = "GRADFIT_NATIVE"
-_SOURCE = Path(__file__).parent / "native" / "core.cpp"
+_SOURCES = sorted((Path(__file__).parent / "native").glob("*.cpp"))
 _NAME = "gradfit_native"
 _HOW_TO_BUILD = "`gradfit build-native` compiles it, in about a minute"
 _lock = threading.Lock()
@@ -126,7 +126,9 @@ def library_path() -> Path:
     about = "\n".join(
         (torch.__version__, str(torch.version.git_version), sys.version, sysconfig.get_platform())
     )
-    tag = hashlib.sha256(_SOURCE.read_bytes() + about.encode()).hexdigest()[:16]
+    headers = sorted((Path(__file__).parent / "native").glob("*.h"))
+    source = b"".join(path.read_bytes() for path in (*_SOURCES, *headers))
+    tag = hashlib.sha256(source + about.encode()).hexdigest()[:16]
     return _cache() / f"torch-{torch.__version__}-{tag}" / f"{_NAME}{_suffix()}"
 
 
@@ -203,7 +205,7 @@ def _command(program: str, new: Path) -> list[str]:
         command += ["-undefined", "dynamic_lookup"]
     command += [f"-I{path}" for path in includes] + [f"-L{path}" for path in libraries]
     linked = [f"-l{name}" for name in ("torch_python", "torch", "torch_cpu", "c10")]
-    return [*command, str(_SOURCE), "-o", str(new), *linked]
+    return [*command, *map(str, _SOURCES), "-o", str(new), *linked]
 
 
 def _load(built: Path) -> Any:

@@ -266,3 +266,74 @@ def test_the_command_builds_and_says_where(built: Path, capsys: pytest.CaptureFi
 
     assert main(["build-native"]) == 0
     assert str(built) in capsys.readouterr().out.replace("\n", "")
+
+
+STATE = """
+import torch
+from torch import nn
+from gradfit._torch import have_gradients, have_no_gradient
+from gradfit._torch_native import core
+from gradfit.batches.held_state import HoldersByType, _TORCHS_OWN
+from gradfit.batches.model_tree import ModelTree, _held_by
+
+native = core()
+model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 1)))
+tensors = [*model.parameters(), torch.ones(2, requires_grad=True)]
+assert native.have_no_gradient(tensors) is True is native.have_no_gradient([])
+tensors[-1].grad = torch.zeros(2)
+assert native.have_no_gradient(tensors) is False and not have_no_gradient(tensors)
+class Own(torch.Tensor):
+    grad = "mine"
+for others in (tuple(tensors), [1], [torch.ones(1).as_subclass(Own)]):
+    assert native.have_no_gradient(others) is None
+assert not have_no_gradient([torch.ones(1).as_subclass(Own)])
+
+tree = ModelTree(model)
+attributes = [*map(vars, tree.modules)]
+held = _held_by(tree.modules)
+assert native.hold_the_same(attributes, held) is True
+for other in (held[:-1], [*held, None], [None, *held[1:]], held[::-1]):
+    assert native.hold_the_same(attributes, other) is False
+for unusual in ([{}], [{"_modules": {}, "_parameters": 1}], [1]):
+    assert native.hold_the_same(unusual, []) is None
+for change in (
+    lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(3, 2))),
+    lambda: model.append(nn.Linear(1, 1)),
+    lambda: setattr(model[0], "bias", None),
+    lambda: delattr(model[2], "0"),
+):
+    walks = tree.walks
+    tree.renew()
+    assert tree.walks == walks
+    change()
+    tree.renew()
+    assert tree.walks == walks + 1
+
+model.list, model[1].text, model[0].pair = [1], "a", (1, [2])
+attributes = [*map(vars, tree.modules)]
+for without in (set(), {str}, {int, float, tuple}):
+    found = native.values_beside(attributes, _TORCHS_OWN, without)
+    expected = [
+        value for names in attributes if len(names) > len(_TORCHS_OWN)
+        for name, value in names.items() if name not in _TORCHS_OWN and type(value) not in without
+    ]
+    assert len(found) == len(expected) and all(map(lambda a, b: a is b, found, expected))
+assert [1] in HoldersByType().in_attributes(attributes)
+assert native.values_beside(attributes, {"a"}, set()) is None
+class Meta(type):
+    def __hash__(cls):
+        raise OSError("no hash")
+class Unhashable(metaclass=Meta):
+    pass
+model.unhashable = Unhashable()
+try:
+    native.values_beside([*map(vars, tree.modules)], _TORCHS_OWN, {int})
+except OSError as error:
+    assert str(error) == "no hash"
+else:
+    raise AssertionError("an error of Python's was lost")
+"""
+
+
+def test_the_core_looks_at_modules_and_gradients_as_python_does(built: Path) -> None:
+    run_native("-c", STATE)

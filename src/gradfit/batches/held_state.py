@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradfit._torch_native import core
+
 _TORCHS_OWN = frozenset(vars(torch.nn.Module()))  # tables that a snapshot puts back itself
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MADE_BY_CLASS = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
@@ -37,6 +39,10 @@ class HoldersByType:
     def __init__(self) -> None:
         self._without: set[type] = set()  # that stay as long as the process
 
+    def in_attributes(self, attributes: list[dict[str, Any]]) -> list[Any]:
+        """Of all that modules have beside torch's own tables; `attributes` are those of each."""
+        return self.among(_values_beside(attributes, _TORCHS_OWN, self._without))
+
     def among(self, values: Iterable[Any]) -> list[Any]:
         """Those that hold something. Hot: a module has some twenty attributes."""
         without = self._without
@@ -44,6 +50,23 @@ class HoldersByType:
         new = {kind for kind in set(map(type, found)) if not issubclass(kind, _HOLDERS)}
         without.update(filter(_stays, new))
         return [value for value in found if type(value) not in new] if new else found
+
+
+def _values_beside(
+    attributes: list[dict[str, Any]], own: frozenset[str], without: set[type]
+) -> list[Any]:
+    """The values whose names are not among `own`, and whose types not `without`."""
+    native = core()
+    values = None if native is None else native.values_beside(attributes, own, without)
+    if values is not None:
+        return values  # type: ignore[no-any-return]
+    return [
+        value
+        for names in attributes
+        if len(names) > len(own)
+        for name, value in names.items()
+        if name not in own and type(value) not in without
+    ]
 
 
 def _stays(kind: type) -> bool:
@@ -74,16 +97,7 @@ class HeldState:
         """
         self._put_back: dict[int, _PutBack] = {}
         holders = holders or HoldersByType()
-        own = _TORCHS_OWN
-        left = holders.among(
-            [
-                value
-                for names in attributes
-                if len(names) > len(own)
-                for name, value in names.items()
-                if name not in own
-            ]
-        )
+        left = holders.in_attributes([*attributes])
         while left:
             inside: list[Any] = []
             for thing in left:

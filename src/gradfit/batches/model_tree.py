@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import global_module_hooks, is_own_hook
+from gradfit._torch_native import core
 from gradfit.batches.held_state import HoldersByType
 
 _NAMES = ("_modules", "_parameters")
@@ -54,8 +55,7 @@ class ModelTree:
 
     def renew(self) -> None:
         """Walk once more, if a module or a parameter has come, gone or been replaced."""
-        before, now = self._held, _held_by(self.modules)
-        if len(before) != len(now) or not all(map(is_, before, now)):
+        if not _hold_the_same(self.modules, self._held):
             self._walk()
 
     def hooks(self) -> tuple[Any, ...]:
@@ -106,6 +106,16 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             children = [*module._modules.values()]
             left.extend(child for child in reversed(children) if child is not None)
     return list(by_id.values())
+
+
+def _hold_the_same(modules: list[torch.nn.Module], before: list[Any]) -> bool:
+    """Whether `_held_by` gives what it gave before."""
+    native = core()
+    is_same = None if native is None else native.hold_the_same([*map(vars, modules)], before)
+    if is_same is None:
+        now = _held_by(modules)
+        return len(before) == len(now) and all(map(is_, before, now))
+    return bool(is_same)
 
 
 def _held_by(modules: list[torch.nn.Module]) -> list[Any]:

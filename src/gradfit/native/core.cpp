@@ -8,6 +8,8 @@
 //
 // The GIL is held wherever a Python object is touched, and not while a kernel runs.
 
+#include "state.h"
+
 #include <Python.h>
 #include <structmember.h>
 
@@ -1628,5 +1630,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("connect", &connect);
   m.def("enable", [](bool on) { enabled = on; });
   m.def("is_enabled", [] { return enabled; });
-  if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw pybind11::error_already_set();
+  if (PyModule_AddFunctions(m.ptr(), functions) < 0 || !add_state_functions(m.ptr())) {
+    throw pybind11::error_already_set();
+  }
 }
