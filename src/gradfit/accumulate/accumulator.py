@@ -19,6 +19,7 @@ from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
 from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SingleProcess
+from gradfit.accumulate.single_pass import SinglePass
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
@@ -594,6 +595,20 @@ class BareAccumulator(GradientAccumulator):
     """
 
     _window_kind = Window
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._single = SinglePass(self.window, self._passes, self._update)
+
+    def backward_one(self, loss: Tensor, weight: Number | Tensor, reduction: str) -> None:
+        """As `backward`, in few calls where this pass alone fills the window."""
+        if not self._single.backward(loss, weight, reduction):
+            self.backward(loss, weight, reduction)
+
+    def flush(self) -> StepResult:
+        """As ever, in few calls where one pass has filled the window."""
+        result = self._single.finish()
+        return super().flush() if result is None else result
 
     def backward_times(self, times: Tensor, loss: Tensor, weight: Number) -> None:
         """As `backward(times * loss, weight, "sum")`, for a number on the loss's device: its

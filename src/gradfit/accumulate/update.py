@@ -109,7 +109,7 @@ class Update:
         self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
-            self._end(None)
+            self.end(None)
             reason = "no weight" if taken or skipped else "empty window"
             return StepResult(False, reason, None, 0, taken, skipped)
         window.ranks.share_options(self.optimizer, whole, joined)
@@ -139,8 +139,8 @@ class Update:
         if self.optimizer is None:
             self._hand_out()
             return result._replace(reason="no optimizer", grad_norm=norm)
-        stepped = self._step_or_keep(self.optimizer, scaler, norm)
-        self._end(norm * norm)
+        stepped = self.step_or_keep(self.optimizer, scaler, norm)
+        self.end(norm * norm)
         return result._replace(stepped=stepped, reason=_reason(stepped, scaler), grad_norm=norm)
 
     def _apply_unread(self, unread: UnreadNumbers, result: StepResult) -> StepResult:
@@ -151,10 +151,10 @@ class Update:
         assert optimizer is not None
         window.in_doubt = True
         unread.make_mean(gradients_of(window.tensors), self.max_norm)
-        stepped = self._step_or_keep(optimizer, None, None)
+        stepped = self.step_or_keep(optimizer, None, None)
         norm = unread.read() * window.state.main.factor
         weight = window.weight
-        self._end(norm * norm)
+        self.end(norm * norm)
         return result._replace(
             stepped=stepped, reason=_reason(stepped, None), grad_norm=norm, weight=weight
         )
@@ -240,7 +240,7 @@ class Update:
             scale_gradients(window.tensors, factor)
             self._hand_out()
             raise self._nonfinite()
-        self._end(None)
+        self.end(None)
         skipped = result.micro_batches + result.skipped
         return result._replace(reason="non-finite gradient", skipped=skipped)
 
@@ -264,10 +264,10 @@ class Update:
         if optimizer is None:
             return StepResult(False, "no optimizer", norm, window.weight, 0, 0)
         stepped = self._step(optimizer, scaler)
-        self._end(norm * norm)
+        self.end(norm * norm)
         return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
-    def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float | None) -> bool:
+    def step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float | None) -> bool:
         """Step; if that fails, leave things so that the caller can try again, or says that nobody
         can.
         """
@@ -290,7 +290,7 @@ class Update:
         """A step has failed when it had written to so many of the parameters."""
         if self._stepped:  # only what came after the update has failed, somebody's hook, say
             self.forget_unscaled()
-            self._end(None if norm is None else norm * norm)
+            self.end(None if norm is None else norm * norm)
         elif changed:
             self.forget_unscaled()
             self.window.break_off(
@@ -347,7 +347,8 @@ class Update:
         window.state.phase, window.in_doubt = Phase.FINAL, False
         take_marks_of_tensors(window)
 
-    def _end(self, squared_norm: float | None) -> None:
+    def end(self, squared_norm: float | None) -> None:
+        """The window is over: its gradients go, and it begins anew."""
         optimizer = self.optimizer
         if optimizer is None:  # and nothing was handed to the user
             drop_gradients(self.window.tensors)
@@ -433,6 +434,11 @@ class Update:
                 follow_optimizer(window)
             finally:
                 window.turn.release()
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether a step by hand has left the optimizer's state wide."""
+        return self._widened is not None
 
     def narrow_again(self) -> None:
         """Take back the widening of a step by hand, also one that failed."""

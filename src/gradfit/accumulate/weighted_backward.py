@@ -103,7 +103,7 @@ class Backpropagator:
         """The next pass can go the short way if nothing else happens until then."""
         window = self.window
         if self._settles and window.marks is not None and not window.state.terms:
-            window.settled = UsualPass(window, self._initial_for, loss, weight)
+            window.settled = UsualPass(window, self.initial_for, loss, weight)
 
     def _is_rounded(self, factor: float) -> bool:
         """Whether a factor must be multiplied in at the sums, because the parameters' own type
@@ -205,7 +205,7 @@ class Backpropagator:
         """One pass with a factor, which is the loss's own gradient; `times` another one."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        initial = self._initial_for(loss, factor) if times is None else _times(times, factor, loss)
+        initial = self.initial_for(loss, factor) if times is None else _times(times, factor, loss)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = owner_of(thread) is None
         try:
@@ -225,7 +225,7 @@ class Backpropagator:
             self.window.break_off()
         self.window.ranks.failed(error)
 
-    def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
+    def initial_for(self, loss: Tensor, factor: float) -> Tensor:
         """A loss's own gradient, made once per value; on an accelerator in each pass, as torch
         does: a block that stays would lie between those of the passes.
         """

@@ -75,7 +75,7 @@ class WeighedParts:
             return
         weight = self._weights.of(part, divisor)
         self._totals.add(part, weight)
-        self._accumulator.backward(part.loss, weight=weight.number, reduction=weight.reduction)
+        self._accumulator.backward_one(part.loss, weight.number, weight.reduction)
 
     def _divisor_of_uncounted(self, part: PartLoss) -> Denominator | None:
         """What says how many items a part has whose rows nobody has counted."""
