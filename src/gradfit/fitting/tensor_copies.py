@@ -21,10 +21,11 @@ from gradfit._torch import copies_of, flat_copy, form_check, form_of
 _kind_of = attrgetter("dtype", "layout", "is_cpu")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 PIECE_BYTES = 1 << 19
-"""Of one piece, unless a tensor is larger. A step's activations have left holes of about that size,
-which the C library hands out again; for one large piece it asks the system, which clears every page
-of it, and gives it back right afterwards, so in each step: half of the copy's time.
+"""Of one piece at least. A step's activations have left holes of about that size, which the C
+library hands out again; for one large piece it asks the system, which clears every page of it, and
+gives it back right afterwards, so in each step: half of the copy's time.
 """
+_MOST_PIECES = 8  # of much more than that, which no hole has room for, and several threads copy
 
 
 class CopyLayout:
@@ -111,9 +112,9 @@ def _cut_into(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
 
 def _in_pieces(places: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     """Those of so many bytes, in the order in which they are, cut into pieces."""
-    begin, taken = 0, 0
+    most, begin, taken = max(PIECE_BYTES, sum(sizes) // _MOST_PIECES), 0, 0
     for at, size in enumerate(sizes):
-        if at > begin and taken + size > PIECE_BYTES:
+        if at > begin and taken + size > most:
             yield places[begin:at]
             begin, taken = at, 0
         taken += size
