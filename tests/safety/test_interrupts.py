@@ -328,13 +328,11 @@ MODEL = torch.nn.Linear(2, 2)
 
 
 @pytest.fixture
-def few_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither collections nor a budget look at what other tests have left."""
     monkeypatch.setattr(any_loop, "live_tensors", lambda: iter(()))
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good: thawed, all that is imported is looked through in later tests, too
 
 
 def set_by_a_manager() -> tuple[Any, ...]:
