@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import cProfile
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from warm_process import run_warm
 
 import gradfit as gf
 from gradfit import tree
@@ -261,6 +262,7 @@ _LONG_GRAPHS = """
 import threading
 import torch
 from torch import nn
+from warm_process import run_warm
 import gradfit as gf
 from gradfit.batches import denominator
 
@@ -292,12 +294,11 @@ for loss_fn in (of_many_operations, of_many_numbers):
 """
 
 
-def test_a_graph_of_many_nodes_is_watched_and_freed() -> None:
+def test_a_graph_of_many_nodes_is_watched_and_freed(tmp_path: Path) -> None:
     """Nodes that Python has seen free each other, one inside of the other, until the stack is full:
     then the process dies.
     """
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", _LONG_GRAPHS],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    program = tmp_path / "long_graphs.py"
+    program.write_text(_LONG_GRAPHS)
+    done = run_warm([sys.executable, str(program)])
     assert done.stdout.split() == ["True"] * 4, done.stderr[-2000:]
