@@ -296,7 +296,7 @@ def test_where_memory_is_not_short_the_plan_is_made_when_it_is_asked_for() -> No
 
 
 def test_a_budget_ends_without_making_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than a step, Ctrl-C waits for it, and few look at it."""
+    """It may take longer than a step, Ctrl-C waits for it, and few look at it."""
     made: list[int] = []
     within = PlansInOnePiece.within
 

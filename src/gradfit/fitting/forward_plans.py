@@ -252,7 +252,7 @@ class ForwardPlans:
 
     def plan_later(self, module: torch.nn.Module | None) -> Callable[[], Plan | None]:
         """What gives the same plan when it is asked for, which may be after the budget: making one
-        takes longer than a step, and most are never asked for. It holds nothing of the evictor.
+        may take longer than a step, and most are never asked for. It holds nothing of the evictor.
         """
         if (last := self._last_of(module)) is None:
             return lambda: None
