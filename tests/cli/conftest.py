@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_calls import command, environment
+from warm_process import run_warm
 
 JOB = """
 import time, torch, gradfit
@@ -59,14 +60,6 @@ def gradfit(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command in a process of its own, in the folder with the job."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command(*arguments),
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        return run_warm(command(*arguments), cwd=folder, env=environment(), timeout=240)
 
     return call

@@ -5,33 +5,28 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from cli_calls import command, environment
+from warm_process import WarmProcess
 
 OPTIONS = ("--memory", "40 KiB", "--seed", "3", "--json")
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command("train", "job.py:slow", *OPTIONS, *options),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def start(folder: Path, *options: str) -> WarmProcess:
+    return WarmProcess(
+        command("train", "job.py:slow", *OPTIONS, *options), cwd=folder, env=environment()
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: WarmProcess) -> tuple[int | None, str, str]:
     out, errors = process.communicate(timeout=240)
     return process.returncode, out, errors
 
 
-def wait_for_training(process: subprocess.Popen[str]) -> None:
+def wait_for_training(process: WarmProcess) -> None:
     """Until the plan is printed: from then on there is something to lose."""
     for line in process.stderr or ():
         if line.startswith("micro-batch"):

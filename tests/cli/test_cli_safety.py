@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cli_calls import command, environment
+from warm_process import WarmProcess, run_warm
 
 from gradfit.cli import main
 
@@ -211,14 +212,8 @@ def test_a_job_file_named_like_a_standard_module_does_not_replace_it(
     capsys.readouterr()
 
 
-def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*arguments),
-        env={**environment(), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*arguments: str, **more: str) -> WarmProcess:
+    return WarmProcess(command(*arguments), env={**environment(), **more})
 
 
 def test_two_runs_cannot_have_one_directory(folder: Path) -> None:
@@ -226,13 +221,14 @@ def test_two_runs_cannot_have_one_directory(folder: Path) -> None:
     try:
         deadline = time.monotonic() + 200
         while not list((folder / "run").glob("state-*.json")) and time.monotonic() < deadline:
-            assert first.poll() is None, first.communicate()
+            assert first.poll() is None, first.communicate(timeout=20)
             time.sleep(0.05)
         for more in ([], ["--resume"]):
-            second = subprocess.run(
+            second = run_warm(
                 command("train", "job.py:slow", "--out", "run", "--steps", "3", *more),
-                env=environment(), capture_output=True, text=True, timeout=200, check=False,
-            )  # fmt: skip
+                env=environment(),
+                timeout=200,
+            )
             assert second.returncode == 2
             assert f"Another run is writing to '{folder / 'run'}'" in second.stderr
         assert first.poll() is None
@@ -282,8 +278,14 @@ def test_interrupted_while_it_is_imported(folder: Path, module: str) -> None:
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (folder / "loads.py").write_text("import job\nmake = job.make\n")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    child = start("plan", "loads.py:make", "--json", PYTHONPATH=path, INTERRUPT_AT=module)
-    out, said = child.communicate(timeout=200)
-    assert child.returncode == 130, said
-    assert json.loads(out) == {"error": "Interrupted.", "exit_code": 130}
-    assert "Traceback" not in said
+    child = subprocess.run(
+        command("plan", "loads.py:make", "--json"),
+        env={**environment(), "PYTHONPATH": path, "INTERRUPT_AT": module},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert child.returncode == 130, child.stderr
+    assert json.loads(child.stdout) == {"error": "Interrupted.", "exit_code": 130}
+    assert "Traceback" not in child.stderr

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from warm_process import warm_context
 
 TIMEOUT_SECONDS = 30
 
@@ -31,8 +32,7 @@ class Pool:
 
     def _start(self) -> None:
         size, timeout_seconds = self.size, self._timeout
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "gradfit", "torch.distributed.fsdp"])
+        context = warm_context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -81,6 +81,9 @@ job = make_job()
 assert loss_fn(job.model, {key: rows[:4] for key, rows in job.data.items()}) > 0
 """
     ),
+    "docs/guides/plan_for_another_machine.md": (
+        'assert "predicted on 8 × A100 at batch 1" in str(profile)'
+    ),
 }
 # Process groups, trainers and accelerators leave state behind that other tests would meet.
 # Importing them takes seconds, so the trainers' pages share a process.

@@ -8,12 +8,12 @@ import ast
 import functools
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import run_warm
 
 import gradfit as gf
 
@@ -133,8 +133,6 @@ EXAMPLES = [*sorted((ROOT / "examples").glob("document_*.py")), ROOT / "examples
 def test_example(path: Path) -> None:
     """In a process of its own: some examples measure all graphs that are alive."""
     assert path.stem == "lbfgs" or f"examples/{path.name}" in PAGE
-    child = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    child = run_warm([sys.executable, str(path)], timeout=200)
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from page_setups import CHECKS, IN_PROCESSES_OF_THEIR_OWN, SETUPS
+from warm_process import run_warm
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -74,9 +74,7 @@ def test_the_snippets_of_a_page_run(
 @pytest.mark.parametrize("names", IN_PROCESSES_OF_THEIR_OWN, ids=lambda names: names[0])
 def test_the_snippets_of_pages_run_in_a_process(names: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, __file__, *(str(ROOT / name) for name in names)]
-    child = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False
-    )
+    child = run_warm(command, cwd=tmp_path, timeout=800)
     assert child.returncode == 0, child.stderr
 
 

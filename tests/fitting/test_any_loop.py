@@ -22,6 +22,7 @@ import gradfit as gf
 from gradfit._torch import FakeTensorMode
 from gradfit.fitting import any_loop
 from gradfit.fitting.budget import live_tensors
+from gradfit.planning.api import PlansInOnePiece
 
 pytestmark = pytest.mark.exact
 
@@ -292,6 +293,28 @@ def test_where_memory_is_not_short_the_plan_is_made_when_it_is_asked_for() -> No
         assert plan.keeps_everything
         assert held.plan is plan
     assert held.plan is plan  # afterwards, too
+
+
+def test_a_budget_ends_without_making_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than a step, Ctrl-C waits for it, and few look at it."""
+    made: list[int] = []
+    within = PlansInOnePiece.within
+
+    def counting(self: PlansInOnePiece, *memory: int) -> gf.Plan:
+        made.append(1)
+        return within(self, *memory)
+
+    monkeypatch.setattr(PlansInOnePiece, "within", counting)
+    model = deep(layers=2)
+    with gf.budget("1 GiB") as held:
+        passes(model, 2)
+    assert not made
+    model = None  # type: ignore[assignment]
+    plan = held.plan
+    assert plan is not None
+    assert plan.budget_bytes == 1 << 30
+    assert held.plan is plan
+    assert len(made) == 1
 
 
 def test_a_forward_that_leaves_its_plan_goes_on_online() -> None:

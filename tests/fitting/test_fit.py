@@ -59,7 +59,7 @@ def held_and_exact(name: str, optimizer: str, budget: int, steps: int = 2) -> gf
     return step.plan
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, lambda name: name in ("gpt2", "t5", "resnet")))
+@pytest.mark.parametrize("name", sampled(MODELS, lambda name: name in ("gpt2", "resnet")))
 def test_the_budget_is_held_and_the_update_is_exact(name: str) -> None:
     high, low = plain_peak(name, "adamw"), least(name, "adamw")
     held_and_exact(name, "adamw", (high + low) // 2)

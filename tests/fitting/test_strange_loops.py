@@ -6,29 +6,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_process import run_warm
 
 HERE = Path(__file__).parent
 
 
 def check(first: int, count: int) -> None:
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            str(HERE / "strange_loops.py"),
-            f"{first}",
-            f"{count}",
-        ],
-        capture_output=True,
-        text=True,
+    ended = run_warm(
+        [sys.executable, str(HERE / "strange_loops.py"), str(first), str(count)],
         timeout=1800,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     report = json.loads(ended.stdout)

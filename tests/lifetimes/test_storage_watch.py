@@ -6,8 +6,10 @@ import gc
 import threading
 import tracemalloc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from child_process import run_child
 
@@ -111,6 +113,33 @@ def test_watching_a_parameter_again_and_again_leaves_nothing_behind() -> None:
     storage = weight.untyped_storage()
     assert lives_of(storage) <= 2
     assert weakref.getweakrefcount(storage) == 0
+
+
+def _metered(x: torch.Tensor) -> None:
+    with gf.meter(x):
+        pass
+
+
+def _held_to_a_budget(x: torch.Tensor) -> None:
+    model = torch.nn.Identity()
+    model.register_buffer("x", x)
+    gf.auto_checkpoint(model, "1 GiB").remove()
+
+
+@pytest.mark.parametrize("count", [_metered, _held_to_a_budget])
+def test_who_counts_no_more_watches_no_more_before_any_collection(
+    count: Callable[[torch.Tensor], None],
+) -> None:
+    """The collector waits while a tape lives: each new meter passed all that were before it."""
+    x = torch.zeros(4, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            count(x)
+    finally:
+        gc.enable()
+    assert lives_of(x.untyped_storage()) == 1
 
 
 def test_nothing_of_ours_refers_to_a_storage_weakly() -> None:

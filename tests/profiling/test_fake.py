@@ -8,7 +8,6 @@ import contextlib
 import gc
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -307,17 +306,10 @@ def test_misuse_is_refused_as_in_a_real_run() -> None:
         predicted(model, batch, lambda m, x: m(x.add_(1)).sum())
 
 
-def test_the_guide_and_the_example_run(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/guides/plan_for_another_machine.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 4
-    names: dict[str, Any] = {}
-    for snippet in snippets:
-        exec(compile(snippet, "plan_for_another_machine.md", "exec"), names)
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The guide's snippets are run with those of all pages."""
     runpy.run_path(str(ROOT / "examples/plan_for_another_machine.py"))
-    printed = capsys.readouterr().out
-    assert "predicted on 8 × A100 at batch 1" in printed
-    assert "1 × 40 GiB: Smallest feasible peak" in printed
+    assert "1 × 40 GiB: Smallest feasible peak" in capsys.readouterr().out
 
 
 def test_an_accelerator_that_torch_is_built_for_and_the_machine_has_not(

@@ -5,6 +5,7 @@ removed.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import warnings
@@ -31,14 +32,19 @@ def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def plan_for(
-    model: nn.Module, batch: torch.Tensor, share: float, *, host_bandwidth: float = 0.0
-) -> gf.Plan:
+@functools.cache
+def bounds(host_bandwidth: float) -> tuple[gf.Profile, int, int]:
+    """What `network` does, and the peaks of keeping everything and of the least."""
+    model, batch = network()
     found = gf.profile(model, square, batch, host_bandwidth=host_bandwidth)
     plain, smallest = gf.plan(found, memory="1 GiB"), gf.frontier(found, points=2)[-1]
-    return gf.plan(
-        found, memory=int(smallest.peak_bytes + share * (plain.peak_bytes - smallest.peak_bytes))
-    )
+    return found, plain.peak_bytes, smallest.peak_bytes
+
+
+def plan_for(share: float, *, host_bandwidth: float = 0.0) -> gf.Plan:
+    """Of `network`, with this share of what is between the least and everything."""
+    found, most, least = bounds(host_bandwidth)
+    return gf.plan(found, memory=int(least + share * (most - least)))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -61,7 +67,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("share", [0.8, 0.3, 0.0])
 def test_as_a_block(share: float) -> None:
     model, batch = network()
-    wanted, plan = expected(model, batch), plan_for(model, batch, share)
+    wanted, plan = expected(model, batch), plan_for(share)
     assert plan.kept_values < plan.saved_values
     torch.manual_seed(5)
     with gf.meter(model, batch) as live:
@@ -75,7 +81,7 @@ def test_as_a_block(share: float) -> None:
 
 def test_as_hooks_until_removed() -> None:
     model, batch = network()
-    wanted, plan = expected(model, batch), plan_for(model, batch, 0.6)
+    wanted, plan = expected(model, batch), plan_for(0.6)
     before = (dict(model._forward_hooks), dict(model._forward_pre_hooks), model.__dict__.keys())
     handle = gf.apply(model, plan)
     assert "applied" in repr(handle)
@@ -108,7 +114,7 @@ def test_as_hooks_until_removed() -> None:
 def test_a_model_inside_of_torchs_checkpoint_follows_no_plan(reentrant: bool) -> None:
     """It is called once more in the backward pass, where nothing is recorded."""
     model, batch = network()
-    handle = gf.apply(model, plan_for(model, batch, 0.3))
+    handle = gf.apply(model, plan_for(0.3))
     batch.requires_grad_()
 
     def run() -> list[torch.Tensor]:
@@ -133,7 +139,7 @@ def test_a_model_inside_of_torchs_checkpoint_follows_no_plan(reentrant: bool) ->
 
 def test_an_error_in_the_forward_leaves_nothing_open() -> None:
     model, batch = network()
-    wanted, plan = expected(model, batch), plan_for(model, batch, 0.6)
+    wanted, plan = expected(model, batch), plan_for(0.6)
     handle = gf.apply(model, plan)
     with pytest.raises(RuntimeError, match="shapes"):
         model(batch[:, :7])
@@ -151,7 +157,7 @@ def test_an_error_in_the_forward_leaves_nothing_open() -> None:
 
 def test_another_computation_is_announced_and_exact() -> None:
     model, batch = network()
-    plan = plan_for(model, batch, 0.6)
+    plan = plan_for(0.6)
     longer = nn.Sequential(*model, nn.LayerNorm(32)).train()
     wanted = expected(longer, batch)
     torch.manual_seed(5)
@@ -166,7 +172,7 @@ def test_another_computation_is_announced_and_exact() -> None:
 
 def test_a_plan_survives_json() -> None:
     model, batch = network()
-    wanted, plan = expected(model, batch), plan_for(model, batch, 0.5)
+    wanted, plan = expected(model, batch), plan_for(0.5)
     again = gf.Plan.from_json(plan.to_json())
     assert again == plan
     torch.manual_seed(5)
@@ -184,7 +190,7 @@ def open_files() -> int:
 def test_offloaded_values_come_back_and_their_file_is_closed() -> None:
     model, batch = network()
     wanted = expected(model, batch)
-    plan = plan_for(model, batch, 0.5, host_bandwidth=1e13)  # so fast that it is always worth it
+    plan = plan_for(0.5, host_bandwidth=1e13)  # so fast that it is always worth it
     assert "offload" in plan.actions
     gc.collect()
     before = open_files()
@@ -204,8 +210,8 @@ def test_offloaded_values_come_back_and_their_file_is_closed() -> None:
 
 
 def test_misuse() -> None:
-    model, batch = network()
-    plan = plan_for(model, batch, 0.6)
+    model, _ = network()
+    plan = plan_for(0.6)
     with pytest.raises(gf.MisuseError, match=r"gf\.plan"):
         gf.apply(model, "plan")  # type: ignore[arg-type]
     with gf.apply(model, plan) as handle, pytest.raises(gf.MisuseError, match="entered already"):

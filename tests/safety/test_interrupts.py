@@ -12,7 +12,6 @@ import json
 import operator
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import WHERE, AtLine, interrupted
+from warm_process import run_warm
 
 import gradfit as gf
 from gradfit import interrupts as interrupts_module
@@ -47,13 +47,7 @@ KINDS = ("step", "fit", "profile", "audit", "scopes", "saves")
 
 def interrupt(kind: str, count: int, seed: int) -> dict[str, Any]:
     script = Path(__file__).with_name("interrupts.py")
-    done = subprocess.run(
-        [sys.executable, str(script), kind, str(count), str(seed)],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
+    done = run_warm([sys.executable, str(script), kind, str(count), str(seed)], timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -328,13 +322,11 @@ MODEL = torch.nn.Linear(2, 2)
 
 
 @pytest.fixture
-def few_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither collections nor a budget look at what other tests have left."""
     monkeypatch.setattr(any_loop, "live_tensors", lambda: iter(()))
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good: thawed, all that is imported is looked through in later tests, too
 
 
 def set_by_a_manager() -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from warm_process import run_warm
 
 import gradfit as gf
 from gradfit.errors import StateError
@@ -34,13 +34,7 @@ from gradfit.state_checks import same_kind
 
 def changed_states(count: int, seed: int) -> dict[str, object]:
     script = Path(__file__).with_name("mutated_states.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(count), str(seed)],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
+    done = run_warm([sys.executable, str(script), str(count), str(seed)], timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found

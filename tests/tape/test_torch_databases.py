@@ -67,6 +67,7 @@ def test_one_case_of_every_name_and_dtype() -> None:
 
 
 @pytest.mark.exact
+@pytest.mark.slow  # they are among those above: for `make test-cpu`
 def test_a_tenth_of_these() -> None:
     assert sweep("--sample", "0.1") > 180
 

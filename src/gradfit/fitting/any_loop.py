@@ -19,6 +19,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ class MemoryBudget(NotCopied):
         self.device = device
         self._work: _ThreadBudgets | None = None
         self._use = BudgetUse(limit_bytes, 0, 0, 0, 0.0)
-        self._plan: Plan | None = None
+        self._plan_at_end: Callable[[], Plan | None] = _no_plan
 
     def __repr__(self) -> str:
         state = "removed" if self._work is None else "at work"
@@ -122,9 +123,7 @@ class MemoryBudget(NotCopied):
         """For the last forward that came to its end, and the room that there was; None before
         that.
         """
-        if self._work is not None:
-            self._plan = self._work.plans.plan_of(self.model)
-        return self._plan
+        return self._plan_at_end() if self._work is None else self._work.plans.plan_of(self.model)
 
     def start(self) -> None:
         """Hold the budget from now on, in this thread."""
@@ -162,7 +161,7 @@ class MemoryBudget(NotCopied):
         """
         with uninterrupted():
             if self._work is not None:
-                self._use, self._plan = self.use, self.plan
+                self._use, self._plan_at_end = self.use, self._work.plans.plan_later(self.model)
                 work, self._work = self._work, None
                 work.discard(self)
 
@@ -191,6 +190,10 @@ class MemoryBudget(NotCopied):
     def _covers(self, module: torch.nn.Module) -> bool:
         """Whether the module's forwards are this budget's."""
         return self._model is None or self._model() is module
+
+
+def _no_plan() -> None:
+    """Before it was at work."""
 
 
 class _Mark(NamedTuple):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +110,13 @@ class _Known:
             plan = self._planner.within(memory, limit_bytes - memory)
             self.made += 1
             plans.follow(_Script(plan, self.profile))
+
+    def plan_of(self, room: int, room_bytes: int, limit_bytes: int) -> Plan | None:
+        """For a room of this number; made now if there is none yet."""
+        if self.plans(room).wants_another:
+            self.make_plan(room, room_bytes, limit_bytes)
+        script = self.plans(room).script
+        return None if script is None else script.plan
 
     def plans(self, room: int) -> _RoomPlans:
         """For a room of this number."""
@@ -237,15 +246,26 @@ class ForwardPlans:
 
     def plan_of(self, module: torch.nn.Module | None) -> Plan | None:
         """For the last forward of a module, or of all; made now if there is none yet."""
+        if (last := self._last_of(module)) is not None:
+            self._make_plan(*last, in_any_case=True)
+        return self.plan_later(module)()
+
+    def plan_later(self, module: torch.nn.Module | None) -> Callable[[], Plan | None]:
+        """What gives the same plan when it is asked for, which may be after the budget: making one
+        may take longer than a step, and most are never asked for. It holds nothing of the evictor.
+        """
+        if (last := self._last_of(module)) is None:
+            return lambda: None
+        known, room = last
+        return partial(known.plan_of, room, room * self._room_bytes, self._evictor.limit_bytes)
+
+    def _last_of(self, module: torch.nn.Module | None) -> tuple[_Known, int] | None:
+        """The sequence that a module, or any, has run last, and the number of the room it had."""
         if self._last is None:
             return None
         last, room = self._last[0](), self._last[1]
         known = None if last is None else self._known.get(module or last)
-        if not known:
-            return None
-        self._make_plan(known[0], room, in_any_case=True)
-        script = known[0].plans(room).script
-        return None if script is None else script.plan
+        return (known[0], room) if known else None
 
     def _room(self) -> int:
         """The number of the room that is left now."""

@@ -57,19 +57,18 @@ class Meter(OperationListener):
         self._live: dict[int, _CountedStorage] = {}
         self._started = time.perf_counter()
         self._stop_observing: list[Callable[[], None]] = []
-        live = self._live
         this = weakref.ref(self)
 
-        def dead(
-            storage: _CountedStorage,
-        ) -> None:  # must not hold the meter: every live storage would
-            if live.get(storage.key) is storage:
-                del live[storage.key]
-                meter = this()
-                if meter is not None:
-                    meter._change(-storage.nbytes)
-                    if meter.events is not None:
-                        meter.events.append((storage.key, -1, -1))
+        # Holds neither the meter, which every live storage would hold then, nor its table, whose
+        # watches hold this: they would stay at the storages until the next collection, and each
+        # new meter would pass them all.
+        def dead(storage: _CountedStorage) -> None:
+            meter = this()
+            if meter is not None and meter._live.get(storage.key) is storage:
+                del meter._live[storage.key]
+                meter._change(-storage.nbytes)
+                if meter.events is not None:
+                    meter.events.append((storage.key, -1, -1))
 
         self._dead = dead
 
