@@ -138,7 +138,7 @@ def _run(sweep: _Sweep, operations: list[TapeOperation]) -> None:
     with below_autograd():
         _depth.sweeps += 1
         try:
-            if any(op.random_state is not None for op in operations):
+            if _is_random(operations):
                 sweep.rewound = Rewound()
                 with sweep.rewound:
                     sweep.run(operations)
@@ -146,6 +146,14 @@ def _run(sweep: _Sweep, operations: list[TapeOperation]) -> None:
                 sweep.run(operations)
         finally:
             _depth.sweeps -= 1
+
+
+def _is_random(operations: list[TapeOperation]) -> bool:
+    # not `any(…)`: Python drops an interrupt that comes as it lets go of a generator
+    for op in operations:  # noqa: SIM110
+        if op.random_state is not None:
+            return True
+    return False
 
 
 def _context_of(segment: Segment | None) -> Any:
