@@ -102,7 +102,6 @@ def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
 # As they are when this is imported, outside of any operator: what a thread begins with.
 _USUAL_INCLUDED = torch._C._dispatch_tls_local_include_set()
 _USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
-usual_keys = (_USUAL_INCLUDED.raw_repr(), _USUAL_EXCLUDED.raw_repr())  # as numbers
 
 
 def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from gradfit._torch_native import core
 from gradfit.choices import HOLD, KEEP, REBUILD
 from gradfit.tape.decisions import ALL_KEPT, TapeDecision
 from gradfit.tape.recorder import Recorder
+from gradfit.tape.storage_table import StorageTable
 from gradfit.tape.values import (
     Handle,
     ParameterRef,
@@ -137,6 +138,15 @@ def _handle(handle: Handle | None) -> Any:
     return None if handle is None else (str(handle.geometry), handle.pass_number)
 
 
+def reads_alive(table: StorageTable) -> list[int]:
+    """How many references to each parameter are left. Those that died stay in the table's lists,
+    and somebody else's may come to the same address: how these lie in memory is nobody's tape.
+    """
+    lists = table.parameters.by_storage.values()
+    alive = [sum(one() is not None for one in references) for references in lists]
+    return sorted(count for count in alive if count)
+
+
 def record(program: Program, seed: int, native: bool) -> tuple[Any, Any]:
     """The tape of a program, described, and its gradients."""
     core().enable(native)
@@ -167,7 +177,7 @@ def record(program: Program, seed: int, native: bool) -> tuple[Any, Any]:
         sizes = (
             len(table.values),
             sum(one() is not None for one in table.roots.values()),
-            {place: len(reads) for place, reads in enumerate(table.parameters.by_storage.values())},
+            reads_alive(table),
         )
         tensors = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
         loss = sum((one.float().square().sum() for one in tensors), torch.zeros(()))

@@ -63,6 +63,11 @@ def test_both_cores_write_the_same_tape(built: Path, first: int) -> None:
     assert found["operations"] > 10 * count
 
 
+def test_both_cores_follow_a_plan_alike(built: Path) -> None:
+    """The native one without asking for each operation."""
+    run_native("-W", "ignore", str(HERE / "native_follows.py"))
+
+
 @pytest.mark.parametrize(
     "tests",
     [
@@ -71,6 +76,7 @@ def test_both_cores_write_the_same_tape(built: Path, first: int) -> None:
         "tests/tape/test_listening.py",
         "tests/recompute/test_checkpointing.py",
         "tests/recompute/test_lifetimes.py",
+        "tests/recompute/test_tail.py",
         "tests/fitting/test_update_rollback.py",
     ],
 )

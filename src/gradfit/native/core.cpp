@@ -167,7 +167,7 @@ struct Known {
   PyObject *thread, *parameter, *tensor, *life, *watch_type, *atoms, *no_kwargs;
   PyObject *next_index, *info_of, *results_of, *each_once, *untrackable, *watch_storage;
   PyObject *keep, *rebuild, *hold, *nothing, *scratch, *all, *draws, *capture, *in_training;
-  PyObject *running_statistics, *with_scratch, *as_replayed, *detached, *unpack;
+  PyObject *running_statistics, *with_scratch, *as_replayed, *unpack;
   Layout value, operation, slice, read, handle;
   // of TapeValue
   Slot key, geometry, segment, op, position, version, write_pending, forward_tensor, death_watch;
@@ -180,6 +180,10 @@ struct Known {
   Slot slice_value, slice_geometry, read_content, read_source, read_version;
   // of _Link, Decisions and StorageWatch
   Slot outer, session, policy, watch_key;
+  // of FollowingPolicy
+  PyTypeObject* following;
+  Slot expected, next_operation, next_value, segments;
+  Slot in_rest, saves, saved_bytes, last_rebuilt, most_saves, most_bytes;
   // names
   PyObject *innermost, *copying, *decide, *remove_dead, *refer, *refer_all, *refer_kwargs, *root;
   PyObject *record, *begin_rest, *add_result, *name_segment, *name_recorded, *widens, *common;
@@ -190,7 +194,6 @@ struct Known {
 Known known;
 bool connected = false;
 bool enabled = true;
-c10::DispatchKeySet usual_included, usual_excluded;  // outside of any operator
 c10::DispatchKey listening_key = c10::DispatchKey::Undefined;
 
 constexpr Py_ssize_t kFew = 8;    // as FEW in storage_table.py
@@ -212,6 +215,20 @@ enum Session : Py_ssize_t {
   kInherited,
   kTape,
   kSessionSize,
+};
+
+// As `ExpectedOperation` in decisions.py.
+enum Expected : Py_ssize_t {
+  kFunc,
+  kFirst,
+  kMostBytes,
+  kChoices,
+  kSegmentNumber,
+  kIsLast,
+  kNextOperation,
+  kNextValue,
+  kIsMask,
+  kExpectedSize,
 };
 
 PyObject* part(PyObject* session, Session which) { return PyTuple_GET_ITEM(session, which); }
@@ -333,6 +350,13 @@ Ref alive(PyObject* reference) {
     return Ref::borrow(PyWeakref_GET_OBJECT(reference));
   }
   return call(reference);
+}
+
+// `detached` in _torch.py: what the dispatcher would do for it, without it.
+Ref alias_of(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return owned(THPVariable_Wrap(at::Tensor(impl->shallow_copy_and_detach(
+      impl->version_counter(), /*allow_tensor_metadata_change=*/true))));
 }
 
 // `watch_storage` in _torch_storage.py.
@@ -491,11 +515,7 @@ Ref Recording::hold(PyObject* argument, const at::Tensor& tensor, PyObject* key)
   }
   Ref segment = owned(PyObject_GetAttr(table(), known.name_segment));
   if (known.scope.in(segment.get()) != Py_None) return Ref();
-  Ref alias;
-  {
-    c10::impl::ForceDispatchKeyGuard usual(usual_included, usual_excluded);
-    alias = call(known.detached, argument);
-  }
+  Ref alias = alias_of(tensor);
   Ref value = known.value.make();
   known.key.set(value.get(), Ref::borrow(key));
   known.geometry.set(value.get(), geometry_of(tensor));
@@ -797,6 +817,70 @@ struct Decided {
   bool is_last = false;
 };
 
+// What a policy expects next, if it is a `FollowingPolicy` that does, and this is it but for the
+// results; else nullptr.
+Ref expected_by(PyObject* policy, PyObject* func) {
+  if (!PyObject_TypeCheck(policy, known.following)) return Ref();
+  PyObject* all = known.expected.in(policy);
+  if (all == nullptr || !PyList_CheckExact(all)) return Ref();
+  const int64_t at = number_in(known.next_operation.in(policy));
+  if (at < 0 || at >= PyList_GET_SIZE(all)) return Ref();
+  PyObject* one = PyList_GET_ITEM(all, at);
+  if (one == Py_None || PyTuple_GET_ITEM(one, kFunc) != func ||
+      number_in(PyTuple_GET_ITEM(one, kFirst)) != number_in(known.next_value.in(policy))) {
+    return Ref();
+  }
+  return Ref::borrow(one);
+}
+
+// `fills_storage` in storage.py.
+bool fills_storage(const at::Tensor& tensor) {
+  return tensor.nbytes() == tensor.storage().nbytes() && tensor.is_non_overlapping_and_dense();
+}
+
+// `_fit` in follow_plan.py, of one result.
+bool fits(PyObject* expected, Py_ssize_t which, const at::Tensor& result) {
+  if (!result.defined() || !is_plain(result)) return false;
+  const int64_t most = number_in(PyTuple_GET_ITEM(PyTuple_GET_ITEM(expected, kMostBytes), which));
+  if (most != 0 && static_cast<int64_t>(result.storage().nbytes()) > most) return false;
+  return PyTuple_GET_ITEM(expected, kIsMask) != Py_True ||
+      (result.element_size() > 1 && fills_storage(result));
+}
+
+Py_ssize_t count_of(PyObject* expected) {
+  return PyTuple_GET_SIZE(PyTuple_GET_ITEM(expected, kMostBytes));
+}
+
+// The rest of `PlanFollower.decide`: the policy goes on behind this operation.
+void go_on(PyObject* policy, PyObject* expected) {
+  known.next_operation.set(policy, Ref::borrow(PyTuple_GET_ITEM(expected, kNextOperation)));
+  known.next_value.set(policy, Ref::borrow(PyTuple_GET_ITEM(expected, kNextValue)));
+}
+
+// Whether these are the results of what the policy expects; then it goes on.
+Ref pass_expected(PyObject* policy, PyObject* func, PyObject* results) {
+  Ref expected = expected_by(policy, func);
+  if (!expected || count_of(expected.get()) != PyList_GET_SIZE(results)) return Ref();
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(results); ++at) {
+    PyObject* one = PyList_GET_ITEM(results, at);
+    if (!THPVariable_Check(one) || !fits(expected.get(), at, tensor_in(one))) return Ref();
+  }
+  go_on(policy, expected.get());
+  return expected;
+}
+
+// Whether a policy that follows a plan expects as many results as are in this tuple: then all are,
+// as they were when Python has looked at them.
+bool are_expected(PyObject* policy, PyObject* func, PyObject* out) {
+  if (!PyTuple_CheckExact(out)) return false;
+  Ref expected = expected_by(policy, func);
+  if (!expected || count_of(expected.get()) != PyTuple_GET_SIZE(out)) return false;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(out); ++at) {
+    if (!is_plain_object(PyTuple_GET_ITEM(out, at))) return false;
+  }
+  return true;
+}
+
 // The results are `target` alone, if that is not nullptr.
 Decided decide(const Recording& operation, PyObject* target) {
   Decided decided;
@@ -807,12 +891,26 @@ Decided decide(const Recording& operation, PyObject* target) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(out)) == known.tensor) {
     decided.results = owned(PyList_New(1));
     PyList_SET_ITEM(decided.results.get(), 0, Ref::borrow(out).release());
+  } else if (are_expected(policy.get(), operation.func, out)) {
+    decided.results = owned(PySequence_List(out));
   } else {
     decided.results =
         call(known.results_of, operation.info, operation.args, operation.keywords(), out);
   }
   if (PyList_GET_SIZE(decided.results.get()) == 0) {
     decided.all_kept = true;
+    return decided;
+  }
+  if (Ref expected = pass_expected(policy.get(), operation.func, decided.results.get())) {
+    PyObject* choices = PyTuple_GET_ITEM(expected.get(), kChoices);
+    decided.all_kept = choices == Py_None;
+    decided.is_last = PyTuple_GET_ITEM(expected.get(), kIsLast) == Py_True;
+    if (!decided.all_kept) {
+      decided.choices = Ref::borrow(choices);
+      const int64_t which = number_in(PyTuple_GET_ITEM(expected.get(), kSegmentNumber));
+      Ref segment = owned(PySequence_GetItem(known.segments.in(policy.get()), which));
+      check(PyObject_SetAttr(part(session, kTable), known.name_segment, segment.get()));
+    }
     return decided;
   }
   Ref decision = call_method(policy.get(), known.decide, operation.func, decided.results.get(),
@@ -948,7 +1046,16 @@ class Listening final : public c10::OperatorKernel {
       ask_python(args.get(), kwargs.get(), stack);
       return;
     }
+    if (path_ == Path::kView) {
+      c10::impl::ExcludeDispatchKeyGuard nobody_hears{c10::DispatchKeySet(listening_key)};
+      run(op, stack);
+      return;
+    }
     std::copy(first, stack->end(), std::back_inserter(arguments));
+    if (is_to_be_kept(session.get(), arguments)) {
+      run_kept(op, session.get(), arguments, stack);
+      return;
+    }
     Ref args, kwargs;
     convert(arguments, args, kwargs);
     Recording operation{session.get(), overload_, info_, args.get(), kwargs.get(), nullptr, nullptr};
@@ -990,7 +1097,7 @@ class Listening final : public c10::OperatorKernel {
   }
 
   // How an operator is recorded.
-  enum class Path { kUnknown, kPython, kSimple, kSpecial, kMethod };
+  enum class Path { kUnknown, kPython, kView, kSimple, kSpecial, kMethod };
 
   static void run(const c10::OperatorHandle& op, Stack* stack) {
     pybind11::gil_scoped_release while_it_runs;
@@ -1020,6 +1127,72 @@ class Listening final : public c10::OperatorKernel {
     method.before();
     run(op, stack);
     method.after();
+  }
+
+  // Whether a plan is followed that has this operation next, and keeps its results, so that nothing
+  // is written down if they are no larger than the plan's.
+  bool is_to_be_kept(PyObject* session, const std::vector<IValue>& arguments) const {
+    if (has_scratch_ || (path_ == Path::kMethod && !writes_to_unknown(session, arguments))) {
+      return false;
+    }
+    PyObject* policy = known.policy.in(part(session, kDecisions));
+    if (policy == Py_None) return false;
+    Ref expected = expected_by(policy, overload_);
+    return expected && PyTuple_GET_ITEM(expected.get(), kChoices) == Py_None &&
+        PyTuple_GET_ITEM(expected.get(), kIsLast) == Py_False;
+  }
+
+  // As `WriteRecorder._run_on_unknown`, where nobody needs a copy of what is there.
+  bool writes_to_unknown(PyObject* session, const std::vector<IValue>& arguments) const {
+    if (returns_.size() != 1 || arguments.empty() || !arguments[0].isTensor()) return false;
+    const at::Tensor& target = arguments[0].toTensor();
+    if (!target.defined() || !target.storage().resizable() ||
+        PyDict_GET_SIZE(part(session, kInherited)) != 0 ||
+        PyDict_GET_SIZE(part(session, kUnwatched)) != 0) {
+      return false;
+    }
+    remove_dead(session);
+    Ref key = key_of(target);
+    for (PyObject* there : {part(session, kValues), part(session, kRoots),
+                            part(session, kReadsByStorage)}) {
+      const int found = PyDict_Contains(there, key.get());
+      check(found);
+      if (found) return false;
+    }
+    return true;
+  }
+
+  // What `Recorder._observe` and `_run_unusual` do where all results are kept.
+  void run_kept(const c10::OperatorHandle& op, PyObject* session,
+                const std::vector<IValue>& arguments, Stack* stack) const {
+    c10::impl::ExcludeDispatchKeyGuard nobody_hears{c10::DispatchKeySet(listening_key)};
+    if (path_ == Path::kSpecial) remove_dead(session);
+    run(op, stack);
+    Ref policy = Ref::borrow(known.policy.in(part(session, kDecisions)));
+    if (passes(policy.get(), *stack)) return;
+    // Another operation than the plan's after all: the policy says what that means. If it were not
+    // to be kept, it would be a root.
+    Ref args, kwargs, out = returned(*stack);
+    convert(arguments, args, kwargs);
+    Recording operation{session, overload_, info_, args.get(), kwargs.get(), out.get(), nullptr};
+    const bool writes = path_ == Path::kMethod;
+    Decided decided = decide(operation, writes ? PyTuple_GET_ITEM(args.get(), 0) : nullptr);
+    if (decided.is_last) begin_rest(session);
+  }
+
+  // `pass_expected`, of results on the stack.
+  bool passes(PyObject* policy, const Stack& stack) const {
+    Ref expected = policy == Py_None ? Ref() : expected_by(policy, overload_);
+    const size_t count = returns_.size();
+    if (!expected || count_of(expected.get()) != static_cast<Py_ssize_t>(count)) return false;
+    for (size_t at = 0; at < count; ++at) {
+      const IValue& one = stack[stack.size() - count + at];
+      if (!one.isTensor() || !fits(expected.get(), static_cast<Py_ssize_t>(at), one.toTensor())) {
+        return false;
+      }
+    }
+    go_on(policy, expected.get());
+    return true;
   }
 
   // `Recorder._run_special`.
@@ -1101,6 +1274,8 @@ class Listening final : public c10::OperatorKernel {
       Path found = Path::kPython;
       if (is("simple")) {
         found = Path::kSimple;
+      } else if (is("view")) {
+        found = Path::kView;
       } else if (is_usual && !is("writes")) {
         found = Path::kSpecial;
       } else if (is_usual && is("writes_self") && !has_scratch_ && !is("counts_first")) {
@@ -1217,7 +1392,7 @@ Ref pack_root(PyObject* saved_tensors, PyObject* table, PyObject* object, const 
   if (known.scope.in(segment.get()) != Py_None) {
     return call_method(saved_tensors, known.pack_root, object);
   }
-  Ref alias = call(known.detached, object);
+  Ref alias = alias_of(tensor);
   Ref itself = tensor.requires_grad() ? Ref::borrow(Py_None) : weak(object);
   return owned(PyTuple_Pack(3, alias.get(), version.get(), itself.get()));
 }
@@ -1237,22 +1412,50 @@ Ref unpack_itself(PyObject* packed) {
   return has_moved ? Ref::borrow(alias) : std::move(saved);
 }
 
+// `PlanFollower.before_save`, of a plain tensor; false where Python has to be asked.
+bool is_counted(PyObject* observer, const at::Tensor& tensor) {
+  if (!PyObject_TypeCheck(observer, known.following)) return false;
+  if (known.in_rest.in(observer) != Py_True) return true;
+  const int64_t saves = number_in(known.saves.in(observer)) + 1;
+  const int64_t bytes =
+      number_in(known.saved_bytes.in(observer)) + static_cast<int64_t>(tensor.nbytes());
+  if (saves > number_in(known.most_saves.in(observer)) ||
+      bytes > number_in(known.most_bytes.in(observer))) {
+    return false;
+  }
+  known.saves.set(observer, number(saves));
+  known.saved_bytes.set(observer, number(bytes));
+  return true;
+}
+
+Ref pack_plain(PyObject* session, PyObject* object, const at::Tensor& tensor);
+
 // `SavedTensors.pack`.
 Ref pack_tensor(PyObject* session, PyObject* object) {
   PyObject* saved_tensors = part(session, kSavedTensors);
-  Ref observer = owned(PyObject_GetAttr(saved_tensors, known.observer));
-  if (!enabled || observer.get() != Py_None || !THPVariable_Check(object)) {
+  if (!enabled || !THPVariable_Check(object) || !is_plain(tensor_in(object)) ||
+      (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor &&
+       !is_leaf_with_gradient(tensor_in(object)))) {
     return call_method(saved_tensors, known.pack, object);
   }
   const at::Tensor& tensor = tensor_in(object);
-  if (!is_plain(tensor)) return call_method(saved_tensors, known.pack, object);
+  Ref observer = owned(PyObject_GetAttr(saved_tensors, known.observer));
+  if (observer.get() == Py_None) return pack_plain(session, object, tensor);
+  if (!is_counted(observer.get(), tensor)) return call_method(saved_tensors, known.pack, object);
+  Ref packed = pack_plain(session, object, tensor);
+  if (known.handle.is_type_of(packed.get()) && known.in_rest.in(observer.get()) == Py_True) {
+    known.last_rebuilt.set(observer.get(), Ref::borrow(known.saves.in(observer.get())));
+  }
+  return packed;
+}
+
+// The same for a parameter or a tensor of torch's own class.
+Ref pack_plain(PyObject* session, PyObject* object, const at::Tensor& tensor) {
+  PyObject* saved_tensors = part(session, kSavedTensors);
   remove_dead(session);
   if (is_leaf_with_gradient(tensor)) {
     Ref version = number(version_of(tensor));
     return owned(PyTuple_Pack(2, object, version.get()));
-  }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor) {
-    return call_method(saved_tensors, known.pack, object);
   }
   PyObject* table = part(session, kTable);
   Ref key = key_of(tensor);
@@ -1288,7 +1491,7 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
     if (!is_whole || known.on_held.in(part(session, kTape)) != Py_None) {
       call_method(saved_tensors, known.hold_evictable, value.get(), object, geometry.get());
     } else {
-      known.tensor_held.set(value.get(), call(known.detached, object));
+      known.tensor_held.set(value.get(), alias_of(tensor));
       known.held_version.set(value.get(), number(version_of(tensor)));
     }
     return handle;
@@ -1321,7 +1524,7 @@ Ref pack_counted(PyObject* counter, PyObject* otherwise, PyObject* object) {
   saved->bytes = bytes;
   Ref version = number(version_of(tensor));
   if (tensor.is_leaf()) return owned(PyTuple_Pack(2, object, version.get()));
-  Ref alias = owned(THPVariable_Wrap(tensor.detach()));  // its graph would hold itself
+  Ref alias = alias_of(tensor);  // its graph would hold itself
   return owned(PyTuple_Pack(2, alias.get(), version.get()));
 }
 
@@ -1533,7 +1736,6 @@ void connect(const pybind11::dict& given) {
   k.running_statistics = take("running_statistics");
   k.with_scratch = take("with_scratch");
   k.as_replayed = take("as_replayed");
-  k.detached = take("detached");
   k.unpack = take("unpack");
   PyObject* value = take("TapeValue");
   PyObject* operation = take("TapeOperation");
@@ -1586,6 +1788,18 @@ void connect(const pybind11::dict& given) {
   k.session = slot_of(link, "session");
   k.policy = slot_of(take("Decisions"), "policy");
   k.watch_key = slot_of(k.watch_type, "key");
+  PyObject* following = take("FollowingPolicy");
+  k.following = reinterpret_cast<PyTypeObject*>(following);
+  k.expected = slot_of(following, "expected");
+  k.next_operation = slot_of(following, "operation");
+  k.next_value = slot_of(following, "value");
+  k.segments = slot_of(following, "segments");
+  k.in_rest = slot_of(following, "in_rest");
+  k.saves = slot_of(following, "saves");
+  k.saved_bytes = slot_of(following, "saved_bytes");
+  k.last_rebuilt = slot_of(following, "last_rebuilt");
+  k.most_saves = slot_of(following, "most_saves");
+  k.most_bytes = slot_of(following, "most_bytes");
   k.innermost = intern("innermost");
   k.copying = intern("copying");
   k.decide = intern("decide");
@@ -1611,13 +1825,10 @@ void connect(const pybind11::dict& given) {
   k.hold_evictable = intern("_hold_evictable");
   k.note_freed = intern("note_freed");
   k.count_freed = intern("_count_freed");
-  auto keys = [&](const char* name) {
-    return c10::DispatchKeySet(c10::DispatchKeySet::RAW, pybind11::cast<uint64_t>(given[name]));
-  };
-  usual_included = keys("usual_included");
-  usual_excluded = keys("usual_excluded");
   TORCH_CHECK(pybind11::cast<Py_ssize_t>(given["session_size"]) == kSessionSize,
               "a session has another size than this core was built for");
+  TORCH_CHECK(pybind11::cast<Py_ssize_t>(given["expected_size"]) == kExpectedSize,
+              "an expected operation has another size than this core was built for");
   known = k;
   connected = true;
 }

@@ -6,6 +6,9 @@ recomputation buys fewer and larger micro-batches, for as long as that pays. A s
 than its micro-batches with everything kept, so sizes for which even that is too slow are not
 planned at all.
 
+Recording takes time from the forward's beginning to the last operation that is not kept. Where that
+is much of a step, plans are looked for that rebuild nothing after some earlier operation.
+
 Weakness: sizes are tried on a grid (the batch by 1, 2, 3, 4, 6, 8, 12, …) and then next to the
 best, not one by one; the search stops after two sizes that do not pay, though a third might.
 """
@@ -14,13 +17,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gradfit.planning.recording_extent import in_effect, operations_recorded
 from gradfit.planning.simulate import KEEP, Segments
 from gradfit.planning.solver import Book, Effort, FastSolver, Solution
 from gradfit.profiling.profile import Profile
+
+_MUCH_RECORDING = 0.01  # of a step: then it may be worth rebuilding other values, made earlier
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,42 @@ class MicrobatchSearch:
         if best is None:
             return None
         best = self._best_next_to(best, sizes, budget_bytes)
-        return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
+        best = _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
+        return self._recorded_shorter(best, budget_bytes) if effort == "anneal" else best
+
+    def _recorded_shorter(self, best: SizedPlan, budget_bytes: int) -> SizedPlan:
+        """The faster of this plan and those of which less is recorded: nothing is rebuilt after a
+        quarter of what is recorded now, a half or three quarters, or about an eighth from there.
+        """
+        size, solution = best.micro_batch, best.solution
+        seconds = self._recording_seconds(size, solution)
+        if not solution.extra_seconds or seconds < _MUCH_RECORDING * best.step_seconds:
+            return best
+        recorded = self._recorded(size, solution)
+
+        def ending_at(eighths: int) -> SizedPlan | None:
+            return self._rebuilding_before(recorded * eighths // 8, size, budget_bytes)
+
+        quarters = [(one, at) for at in (2, 4, 6) if (one := ending_at(at)) is not None]
+        if not quarters:
+            return best
+        shorter, around = min(quarters, key=lambda found: found[0].step_seconds)
+        for choice in (shorter, ending_at(around - 1), ending_at(around + 1)):
+            best = _faster(best, choice)
+        return best
+
+    def _rebuilding_before(
+        self, operation: int, micro_batch: int, budget_bytes: int
+    ) -> SizedPlan | None:
+        """A plan that keeps all that this operation and those after it make, as far as it can be
+        kept.
+        """
+        graph = self.solver(micro_batch).graph
+        after = (value for value, made in enumerate(graph.producer) if made >= operation)
+        kept = {value: KEEP for value in after if graph.keepable[value]}
+        solver = FastSolver(replace(graph, fixed={**kept, **graph.fixed}), self._book)
+        solution = solver.solve(budget_bytes, effort="price")
+        return None if solution is None else self._choice(micro_batch, solution)
 
     @property
     def _has_a_choice(self) -> bool:
@@ -232,10 +272,14 @@ class MicrobatchSearch:
 
     def _recording_seconds(self, micro_batch: int, solution: Solution) -> float:
         """What writing down the forwards of the step takes."""
+        recorded = self._recorded(micro_batch, solution)
+        return -(-self.batch_size // micro_batch) * recorded * self.profile.record_overhead_seconds
+
+    def _recorded(self, micro_batch: int, solution: Solution) -> int:
+        """How many operations of a forward are recorded."""
         solver = self.solver(micro_batch)
         until = solver.simulator.alive_until(solution.actions)
-        recorded = operations_recorded(solver.graph, in_effect(solution.actions, until))
-        return -(-self.batch_size // micro_batch) * recorded * self.profile.record_overhead_seconds
+        return operations_recorded(solver.graph, in_effect(solution.actions, until))
 
     def _choice(self, micro_batch: int, solution: Solution) -> SizedPlan:
         plain = self._plain_step_seconds(micro_batch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,13 @@ from gradfit._torch_listen import untraced
 from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
-from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
+from gradfit.tape.decisions import (
+    ALL_KEPT,
+    ExpectedOperation,
+    FollowingPolicy,
+    Rest,
+    TapeDecision,
+)
 from gradfit.tape.dropout_mask import MASK, draws_mask
 from gradfit.tape.listener import OperationListener
 from gradfit.tape.native_session import counting_hooks
@@ -28,6 +35,7 @@ from gradfit.tape.stream import new_bytes
 from gradfit.tape.values import Handle, Segment
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MANY = sys.maxsize
 _CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 
 
@@ -61,6 +69,8 @@ class Script:
         self.recorded = plan.heard  # how many operations must be
         self.last = _last_not_kept(self.choices)
         self._decisions: dict[tuple[int, int], TapeDecision] = {}
+        # As forwards that follow the plan have called them; none after the last.
+        self.expected: list[ExpectedOperation | None] = [None] * (len(self.names) + 1)
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
     def shared(self, other: Script) -> tuple[int, int]:
@@ -137,7 +147,7 @@ class UnrecordedRest:
     last_rebuilt: int = 0  # the position of the last save of a tensor that is rebuilt
 
 
-class PlanFollower:
+class PlanFollower(FollowingPolicy):
     """The policy that gives each result of each operation what the plan says, as long as the
     operations are the plan's.
 
@@ -167,15 +177,15 @@ class PlanFollower:
     ) -> None:
         self.diverged: str | None = None
         self.store: Store | None = Store() if OFFLOAD in script.choices else None
-        self.rest = UnrecordedRest()  # as this forward has it
-        self.in_rest = False
         self._script, self._others = script, list(others)
-        self._measured_rest, self._watched = measured_rest, watched
+        self._watched = watched
+        self._expect_rest(measured_rest)
         self._result_bytes: list[int] = []  # of each value so far, if there are others
-        self._operation = 0
-        self._value = 0
-        self._segments = [Segment(None) if root is None else root]
+        self.operation = 0
+        self.value = 0
+        self.segments = [Segment(None) if root is None else root]
         self._add_segments()
+        self._expect()
 
     @property
     def script(self) -> Script:
@@ -183,9 +193,16 @@ class PlanFollower:
         return self._script
 
     def _add_segments(self) -> None:
-        root = self._segments[0]
-        for parent in self._script.parents[len(self._segments) :]:
-            self._segments.append(Segment(self._segments[parent], root.scope))
+        root = self.segments[0]
+        for parent in self._script.parents[len(self.segments) :]:
+            self.segments.append(Segment(self.segments[parent], root.scope))
+
+    def _expect(self) -> None:
+        """Whether each operation can be compared with the one of an earlier forward: there is no
+        more to do than to go on.
+        """
+        can_be = self.diverged is None and self.store is None and not self._others
+        self.expected = self._script.expected if can_be else None
 
     def _switch(self, func: Any, results: Sequence[torch.Tensor]) -> bool:
         """Go on by another plan that has come this far in the same way, and has this operation
@@ -193,7 +210,7 @@ class PlanFollower:
         """
         for place, (script, rest) in enumerate(self._others):
             if self._has_come_this_far(script) and script.takes(
-                self._operation, self._value, func, results
+                self.operation, self.value, func, results
             ):
                 del self._others[place]
                 self._go_on_with(script, rest)
@@ -204,36 +221,73 @@ class PlanFollower:
         """Whether all that was done so far is a part of this plan, too."""
         operations, values = self._script.shared(script)
         return (
-            self._operation <= operations
-            and self._value <= values
+            self.operation <= operations
+            and self.value <= values
             and script.has_room(self._result_bytes)
         )
 
     def _go_on_with(self, script: Script, rest: UnrecordedRest | None) -> None:
-        del self._segments[_common(self._script.parents, script.parents) :]
+        del self.segments[_common(self._script.parents, script.parents) :]
         self._script = script
         self._add_segments()
         if self.store is None and OFFLOAD in script.choices:
             self.store = Store()
-        self.in_rest, self.rest, self._measured_rest = False, UnrecordedRest(), rest
+        self._expect_rest(rest)
+        self._expect()
 
     def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
-        """Pass an operation, and say what becomes of its results."""
+        """Pass an operation, and say what becomes of its results. Hot: asked for each of them."""
+        if self.expected is not None:
+            expected = self.expected[self.operation]
+            if (
+                expected is not None
+                and expected[0] is func
+                and expected[1] == self.value
+                and _fit(results, expected)
+            ):
+                _, _, _, choices, segment, last, self.operation, self.value, _ = expected
+                if choices is None:
+                    return _LAST_KEPT if last else ALL_KEPT
+                return TapeDecision(choices, self.segments[segment], last)
+        return self._compare(func, results, *call)
+
+    def _compare(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        """The same, by the plan's names."""
         if self.diverged is not None:
             return ALL_KEPT
+        position, first = self.operation, self.value
         decision = self._next(func, results)
         if decision is None and self._is_at_bits(func, results):
             decision = self._next_mask(func, results)
         if decision is not None:
+            self._expect_again(position, first, func, results, decision)
             return decision
         if self._others and self._switch(func, results):
             return self.decide(func, results, *call)
         self._leave_at(func)
         return ALL_KEPT
 
+    def _expect_again(
+        self,
+        position: int,
+        first: int,
+        func: Any,
+        results: list[torch.Tensor],
+        decision: TapeDecision,
+    ) -> None:
+        """What the plan's operation was this time, it will mostly be in the next forward."""
+        if self.expected is None:
+            return
+        script, own = self._script, self.value - len(results)  # a mask has two numbers
+        sizes = [0] * len(results) if script.sizes is None else script.sizes[own : self.value]
+        self.expected[position] = ExpectedOperation(
+            func, first, tuple(sizes), decision.choices, script.segments[own], decision.last,
+            self.operation, self.value, own != first,
+        )  # fmt: skip
+
     def _leave_at(self, func: Any) -> None:
         """This is not the plan's next operation."""
-        position, names = self._operation, self._script.names
+        position, names = self.operation, self._script.names
         expected = names[position] if position < len(names) else "the end"
         said = f"operation {position} is {name_of(func)}, the plan has {expected}"
         self.leave(said, position, name_of(func))
@@ -242,18 +296,18 @@ class PlanFollower:
         """Pass the two operations that the drawing of a mask is to a plan: its bits, and the
         mask.
         """
-        bits_are_kept = self._script.choices[self._value] is KEEP
+        bits_are_kept = self._script.choices[self.value] is KEEP
         if self._others:
             self._result_bytes.append(0)  # it is an eighth of the mask that follows
-        self._operation, self._value = self._operation + 1, self._value + 1
+        self.operation, self.value = self.operation + 1, self.value + 1
         decision = self._next(func, results)
         if decision is not None and bits_are_kept and decision.choices == (REBUILD,):
             return decision._replace(choices=(PACK,))
         return decision
 
     def _next(self, func: Any, results: Sequence[torch.Tensor]) -> TapeDecision | None:
-        """Pass the next operation, if it is this one. Hot: asked for each that is recorded."""
-        script, position, first = self._script, self._operation, self._value
+        """Pass the next operation, if it is this one."""
+        script, position, first = self._script, self.operation, self.value
         after = first + len(results)
         if position >= len(script.names) or after > len(script.choices):
             return None
@@ -266,17 +320,17 @@ class PlanFollower:
             self._leave_for_size(func, *too_large)
         if self._others:
             self._result_bytes += [new_bytes(result) for result in results]
-        self._operation, self._value = position + 1, after
+        self.operation, self.value = position + 1, after
         if self.store is not None and after > script.last:
             self.store.finish()  # from here on nobody may hear who writes to what
         decision = script.decision(position, first, after)
         if decision.choices is None:
             return decision
-        return TapeDecision(decision.choices, self._segments[script.segments[first]], decision.last)
+        return TapeDecision(decision.choices, self.segments[script.segments[first]], decision.last)
 
     def _leave_for_size(self, func: Any, nbytes: int, size: int) -> None:
         """This is the plan's next operation, but larger."""
-        position = self._operation
+        position = self.operation
         name = self._script.names[position]
         said = f"operation {position}, {name}, made {nbytes} bytes, the plan has {size}"
         self.leave(said, position, name_of(func))
@@ -286,7 +340,7 @@ class PlanFollower:
         reckons with.
         """
         sizes = self._script.sizes or ()
-        for result, size in zip(results, sizes[self._value :], strict=False):
+        for result, size in zip(results, sizes[self.value :], strict=False):
             # 0 where the result is not new: its bytes are another's
             if size and (nbytes := new_bytes(result)) > size:
                 return nbytes, size
@@ -294,7 +348,7 @@ class PlanFollower:
 
     def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Whether the plan has a mask's bits as an operation of their own before this one."""
-        position, names = self._operation, self._script.names
+        position, names = self.operation, self._script.names
         return (
             position < len(names) and names[position] == MASK and draws_mask(info_of(func), results)
         )
@@ -302,6 +356,7 @@ class PlanFollower:
     def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
         """It is not the plan's forward any more; `where` says since when."""
         self.diverged = self.diverged or where
+        self._expect()
         if self.store is not None:
             self.store.finish()
         if self._script.sizes is not None:
@@ -312,7 +367,7 @@ class PlanFollower:
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         load = self.store.put(tensor)
-        if self._value > self._script.last:
+        if self.value > self._script.last:
             self.store.finish()
         return load
 
@@ -323,28 +378,59 @@ class PlanFollower:
         self.in_rest = True
         return Rest(self, observe_operations=self._measured_rest is None)
 
+    def _expect_rest(self, measured: UnrecordedRest | None) -> None:
+        """What was measured of the rest of the plan's forward; it has not begun."""
+        self.in_rest = False
+        self._measured_rest = measured
+        self.saves = self.saved_bytes = self.last_rebuilt = 0
+        self.most_saves = self.most_bytes = _MANY
+        if measured is not None:
+            self.most_bytes = measured.saved_bytes
+            if not self._watched:
+                self.most_saves = measured.last_rebuilt
+
+    @property
+    def rest(self) -> UnrecordedRest:
+        """What autograd has saved since the last decision."""
+        return UnrecordedRest(self.saved_bytes, self.saves, self.last_rebuilt)
+
     def before_save(self, tensor: torch.Tensor) -> bool:
         """Count what autograd saves. True once neither this forward nor its plan needs it."""
         if not self.in_rest:  # another plan is followed now, whose rest has not begun
             return False
-        rest, measured = self.rest, self._measured_rest
-        rest.saves += 1
-        if measured is not None and not self._watched and rest.saves > measured.last_rebuilt:
+        self.saves += 1
+        if self.saves > self.most_saves:
             return True
         if tensor.layout is torch.strided:
-            rest.saved_bytes += tensor.nbytes
-            if measured is not None and rest.saved_bytes > measured.saved_bytes:
-                self.leave(_too_much(rest.saved_bytes, measured.saved_bytes))
+            self.saved_bytes += tensor.nbytes
+            if self.saved_bytes > self.most_bytes:
+                self.leave(_too_much(self.saved_bytes, self.most_bytes))
         return False
 
     def after_save(self, packed: Any) -> None:
+        """A tensor that is rebuilt may be the last."""
         if self.in_rest and type(packed) is Handle:
-            self.rest.last_rebuilt = self.rest.saves
+            self.last_rebuilt = self.saves
 
     @property
     def is_unobserved(self) -> bool:
         """Whether no operation of the forward is observed any more."""
         return self.in_rest and self._measured_rest is not None
+
+
+_LAST_KEPT = TapeDecision(None, None, last=True)
+
+
+def _fit(results: list[torch.Tensor], expected: ExpectedOperation) -> bool:
+    """Whether results are no larger than those of an operation."""
+    sizes = expected[2]
+    if len(results) != len(sizes):
+        return False
+    for result, size in zip(results, sizes, strict=True):
+        # 0 where the result is not new: its bytes are another's
+        if size and new_bytes(result) > size:
+            return False
+    return not expected[8] or draws_mask(info_of(expected[0]), results)
 
 
 _names: dict[int, str] = {}  # by address: hashing an operator runs Python code

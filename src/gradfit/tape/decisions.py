@@ -45,6 +45,51 @@ class Policy(Protocol):
         """
 
 
+class ExpectedOperation(NamedTuple):
+    """What a policy has next, and decides of it, if nothing differs: the operator, and by number
+    where it is.
+    """
+
+    func: Any
+    first: int
+    """The number of its first value."""
+    most_bytes: tuple[int, ...]
+    """Of each result; 0: however many."""
+    choices: tuple[Choice, ...] | None
+    """As in `TapeDecision`."""
+    segment: int
+    last: bool
+    next_operation: int
+    next_value: int
+    is_mask: bool
+    """Its result must be such a one that a mask is drawn into."""
+
+
+class FollowingPolicy:
+    """A policy that follows a script: the next operation is expected, and what comes is compared
+    with it. After its last decision it counts what autograd saves. The native core does both
+    without asking, as `decide`, `before_save` and `after_save` would.
+    """
+
+    __slots__ = (
+        "expected", "in_rest", "last_rebuilt", "most_bytes", "most_saves", "operation",
+        "saved_bytes", "saves", "segments", "value",
+    )  # fmt: skip
+
+    expected: list[ExpectedOperation | None] | None
+    """By the number of the operation; None: ask."""
+    operation: int
+    value: int
+    segments: list[Segment]
+    in_rest: bool
+    """The last decision was made. What follows is about the saves since then."""
+    saves: int
+    saved_bytes: int  # each tensor as often as it is saved
+    last_rebuilt: int  # the number of the last save of a tensor that is rebuilt
+    most_saves: int  # that are counted
+    most_bytes: int  # that may be saved
+
+
 class OffloadingPolicy(Policy, Protocol):
     """One that also says OFFLOAD."""
 

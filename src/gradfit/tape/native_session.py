@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from gradfit import _torch_listen, _torch_storage
-from gradfit._torch import detached, usual_keys
 from gradfit._torch_native import core
 from gradfit.choices import HOLD, KEEP, REBUILD
 from gradfit.tape import generators
-from gradfit.tape.decisions import ALL, Decisions
+from gradfit.tape.decisions import ALL, Decisions, ExpectedOperation, FollowingPolicy
 from gradfit.tape.operators import LOAD, OpInfo, info_of
 from gradfit.tape.parameter_reads import ParameterReads
 from gradfit.tape.storage import Untrackable
@@ -119,8 +118,7 @@ def _connect(native: Any) -> None:
     native.connect(
         {
             "session_size": _SIZE,
-            "usual_included": usual_keys[0],
-            "usual_excluded": usual_keys[1],
+            "expected_size": len(ExpectedOperation._fields),
             "thread": _torch_listen._thread,
             "Link": _torch_listen._Link,
             "Life": _torch_storage.Life,
@@ -130,6 +128,7 @@ def _connect(native: Any) -> None:
             "Parameter": torch.nn.Parameter,
             "Untrackable": Untrackable,
             "Decisions": Decisions,
+            "FollowingPolicy": FollowingPolicy,
             "OpInfo": OpInfo,
             "Segment": Segment,
             "Tape": Tape,
@@ -145,7 +144,6 @@ def _connect(native: Any) -> None:
             "results_of": results_of,
             "each_once": each_once,
             "nothing": nothing,
-            "detached": detached,
             "draws": generators.draws,
             "capture": generators.capture,
             "in_training": recorder._in_training,

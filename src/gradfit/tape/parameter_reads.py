@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 
@@ -66,8 +65,12 @@ class ParameterReads:
 
     def overwritten(self) -> torch.Tensor | None:
         """One that somebody has written to since it was read, if there is one."""
-        reads = chain.from_iterable(map(_alive, self.by_storage.values()))
-        return next((read.content for read in reads if read.overwritten), None)
+        for references in self.by_storage.values():
+            for reference in references:
+                read = reference()
+                if read is not None and read.overwritten:
+                    return read.content
+        return None
 
 
 def _first_alive(references: Iterable[weakref.ref[ParameterRef]]) -> ParameterRef | None:

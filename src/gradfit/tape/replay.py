@@ -10,7 +10,6 @@ held than the rest of the pass asks for.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 import time
@@ -61,14 +60,6 @@ def replaying() -> bool:
     return _depth.sweeps > 0
 
 
-class _InSweep:
-    def __enter__(self) -> None:
-        _depth.sweeps += 1
-
-    def __exit__(self, *_: object) -> None:
-        _depth.sweeps -= 1
-
-
 def take(handle: Handle) -> torch.Tensor:
     """The tensor behind a handle, for one backward node."""
     tape, value = handle.tape, handle.value
@@ -117,16 +108,21 @@ def rebuild(target: TapeValue, tape: Tape, *, retain: bool = True) -> torch.Tens
     anything.
     """
     started = time.perf_counter()
-    needed = _needed(target)
+    operations = _needed(target)
     if retain:
-        _add_copies(needed, target, tape)
-    operations = sorted(needed, key=_index)
+        operations = _with_copies(operations, target, tape)
+    if len(operations) > 1:
+        operations.sort(key=_index)
     retained = _retained(operations, target, tape) if retain else set()
     if tape.on_held is not None:
         tape.on_held(retained)  # as soon as they are made
     sweep = _Sweep(target, operations, retained)
-    with _context_of(target.segment), below_autograd(), sweep.rewound, _InSweep():
-        sweep.run(operations)
+    context = _context_of(target.segment)
+    if context is None:
+        _run(sweep, operations)
+    else:
+        with context:
+            _run(sweep, operations)
     if tape.on_held is not None:
         tape.on_held(retained)
     if retain:
@@ -137,13 +133,36 @@ def rebuild(target: TapeValue, tape: Tape, *, retain: bool = True) -> torch.Tens
     return sweep.tensors[target]
 
 
+def _run(sweep: _Sweep, operations: list[TapeOperation]) -> None:
+    """Run a sweep, where nobody takes what it does for the backward pass."""
+    with below_autograd():
+        _depth.sweeps += 1
+        try:
+            if _is_random(operations):
+                sweep.rewound = Rewound()
+                with sweep.rewound:
+                    sweep.run(operations)
+            else:
+                sweep.run(operations)
+        finally:
+            _depth.sweeps -= 1
+
+
+def _is_random(operations: list[TapeOperation]) -> bool:
+    # not `any(…)`: Python drops an interrupt that comes as it lets go of a generator
+    for op in operations:  # noqa: SIM110
+        if op.random_state is not None:
+            return True
+    return False
+
+
 def _context_of(segment: Segment | None) -> Any:
-    """What `checkpoint(context_fn=…)` wants entered around replays in its scope."""
+    """What `checkpoint(context_fn=…)` wants entered around replays in its scope, if anything."""
     while segment is not None:
         if segment.scope is not None and segment.scope.replay_context is not None:
             return segment.scope.replay_context()
         segment = segment.parent
-    return contextlib.nullcontext()
+    return None
 
 
 def _release_done(values: Iterable[TapeValue], tape: Tape) -> None:
@@ -239,7 +258,7 @@ def content(value: TapeValue) -> torch.Tensor:
                 rebuilt_from=True,
                 used_at=value.read_at,
             )
-        if value.op is None:
+        if value.op is None and (type(tensor) is not torch.Tensor or not tensor.data_ptr()):
             _check_there(tensor)
     elif value.digest is not None and digest_of(tensor) != value.digest:
         raise _changed_unwatched(tensor)
@@ -275,30 +294,38 @@ def _check_there(tensor: torch.Tensor) -> None:
         )
 
 
-def _needed(target: TapeValue) -> set[TapeOperation]:
-    """The operations to run."""
-    needed: set[TapeOperation] = set()
+def _needed(target: TapeValue) -> list[TapeOperation]:
+    """The operations to run, each once."""
+    needed: dict[TapeOperation, None] = {}
     stack = [target]
     while stack:
         op = stack.pop().op
         if op is None or op in needed:
             continue
-        needed.add(op)
+        needed[op] = None
         for value in op.inputs:
             if value.tensor is None:
                 stack.append(value)  # noqa: PERF401 - before Python 3.12, `extend` calls a function
-    return needed
+    return list(needed)
 
 
-def _add_copies(operations: set[TapeOperation], target: TapeValue, tape: Tape) -> None:
+def _with_copies(
+    operations: list[TapeOperation], target: TapeValue, tape: Tape
+) -> list[TapeOperation]:
     """Take along copies, of what writes to slices make or write over, that this pass will ask for.
 
     Else a version of the whole storage would be retained, only to make them later.
     """
-    for op in [op for op in operations if op.slices]:
-        operations.update(
-            copy for copy in _copies_around(op) if _is_asked_for(copy, target.segment, tape)
-        )
+    slices = [op for op in operations if op.slices]
+    if not slices:
+        return operations
+    more = (
+        copy
+        for op in slices
+        for copy in _copies_around(op)
+        if _is_asked_for(copy, target.segment, tape)
+    )
+    return list(dict.fromkeys((*operations, *more)))
 
 
 def _copies_around(op: TapeOperation) -> Iterator[TapeOperation]:
@@ -423,11 +450,12 @@ class _Sweep:
         "_asked", "_throw_away", "reads_left", "retained", "rewound", "target", "tensors",
     )  # fmt: skip
 
+    rewound: Rewound  # if one of the operations is random
+
     def __init__(
         self, target: TapeValue, operations: list[TapeOperation], retained: set[TapeValue]
     ) -> None:
         self.target, self.retained = target, retained
-        self.rewound = Rewound()
         self._throw_away: dict[Scratch, torch.Tensor] = {}
         self.reads_left = _reads_of(operations)
         self._asked = {target, *self.reads_left, *retained}

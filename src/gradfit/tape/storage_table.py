@@ -175,9 +175,13 @@ class StorageTable:
         """Something that rebuilds start from, to which somebody has written since it was read, if
         there is one.
         """
-        roots = (reference() for reference in self.roots.values())
-        root = next(filter(_is_overwritten, roots), None)
-        return self.parameters.overwritten() if root is None else root.tensor
+        for reference in self.roots.values():  # in each step: no function is called for each
+            root = reference()
+            if root is None or root.tensor is None:
+                continue
+            if -1 < root.held_version != root.tensor._version:
+                return root.tensor
+        return self.parameters.overwritten()
 
     # ----------------------------------------------------------------------------------- references
 
@@ -607,12 +611,6 @@ def _is_read_through_data(root: TapeValue) -> bool:
 def _is_unchanged(root: TapeValue, counted_before: int) -> bool:
     """Whether a held root is at the version at which it was read."""
     return root.tensor is not None and root.held_version == root.tensor._version - counted_before
-
-
-def _is_overwritten(root: TapeValue | None) -> bool:
-    if root is None or root.tensor is None:
-        return False
-    return -1 < root.held_version != root.tensor._version
 
 
 def _is_still_constant(value: TapeValue, tensor: torch.Tensor) -> bool:
