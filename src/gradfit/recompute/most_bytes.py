@@ -59,13 +59,18 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     tensors = _tensors(args)
     if not _are_dense(tensors):
         return None
+    if rule is _nothing:  # most of what an optimizer runs
+        return 0
     number = rule(args)
     return number * _most_width(args, tensors, keeps_type=keeps_type) if number else 0
 
 
 def _are_dense(tensors: Sequence[torch.Tensor]) -> bool:
     """A sparse one has fewer elements than its shape, and a nested one may have no shape."""
-    return all(tensor.layout is torch.strided and not is_ragged(tensor) for tensor in tensors)
+    for tensor in tensors:  # hot: no generator
+        if tensor.layout is not torch.strided or is_ragged(tensor):
+            return False
+    return True
 
 
 def _most_width(args: Sequence[Any], tensors: Sequence[torch.Tensor], *, keeps_type: bool) -> int:
