@@ -26,7 +26,6 @@ from gradfit.tape.listener import OperationListener
 from gradfit.tape.storage import sparse_parts
 from gradfit.units import format_bytes
 
-
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # in one piece, in memory of their own
 
 

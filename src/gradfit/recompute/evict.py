@@ -142,7 +142,7 @@ class Evictor(Meter):
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
         self.refused = None
-        if not self._has_recorded:  # nothing can be dropped, so it does not matter what is used when
+        if not self._has_recorded:  # nothing can be dropped: it does not matter what is used when
             self._count_read(args)
             if self._surely_has_room(func, args, kwargs):
                 return self._observe_with_room(func, args, kwargs)
