@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradfit as gf
-from gradfit.fitting.batch_shapes import Shape, covers, growth, shape_of, tensors_of
+from gradfit.fitting.batch_shapes import (
+    Shape,
+    covers,
+    growth,
+    shape_of,
+    shrinkage,
+    tensors_of,
+)
 from gradfit.fitting.families import PlanningTime, _corner
 from gradfit.fitting.step_profiles import StepProfiles
 from gradfit.planning.api import bare_plan
@@ -298,6 +305,90 @@ def test_where_operations_differ_everything_is_kept_in_parts_until_there_is_time
         assert live.peak_bytes <= budget
     assert attempts == [1, 2, 1, 1]
     assert profiled[0] == before
+
+
+@given(st.lists(_dims, min_size=2, max_size=2), st.lists(_dims, min_size=2, max_size=2))
+def test_a_batch_is_as_many_times_smaller_as_it_is_along_each_size_that_differs(
+    old: Any, new: Any
+) -> None:
+    large, small = _shape(old), _shape(new)
+    times = shrinkage(large, small)
+    if not covers(large, small):
+        assert times == 1.0
+    for a, b in zip(sum(old, ()), sum(new, ()), strict=True):
+        assert times == 1.0 or a == b or times <= a / b
+
+
+def _that_rebuilds(
+    model: nn.Module, longest: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> gf.TrainStep:
+    """A step whose plan for the longest batches runs them whole, and rebuilds."""
+
+    def whole(profile: Any, **options: Any) -> Any:
+        return bare_plan(profile, **(options | {"micro_batch": len(longest)}))
+
+    monkeypatch.setattr("gradfit.fitting.plans_on_paper.plan_for_fit", whole)
+    half, optimizer = _half_of_what_long_ones_take(model, _loss, longest)
+    budget = (half + _peak(model, longest)) // 2
+    step = gf.fit(model, optimizer, _loss, longest, memory=budget, planning_share=0)
+    assert not step.plan.keeps_everything
+    assert step.plan.steps == 1
+    return step
+
+
+def test_shorter_batches_keep_everything_where_longer_ones_rebuild(
+    profiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    reference = copy.deepcopy(model).double()
+    step = _that_rebuilds(model, torch.rand(8, 96, 16), monkeypatch)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    before, kept = profiled[0], []
+    for length in (96, 24, 96, 20, 90, 24):
+        batch = torch.rand(8, length, 16)
+        with gf.meter(model, step.optimizer, batch) as live:
+            result = step(batch)
+        assert live.peak_bytes <= step.budget_bytes
+        assert (result.attempts, result.micro_batches) == (1, 1)
+        kept.append(step.plan.keeps_everything)
+        plain.zero_grad()
+        _loss(reference, batch.double()).backward()
+        plain.step()
+    assert kept == [False, True, False, True, False, True]
+    assert profiled[0] == before
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.double(), other, atol=1e-6)
+
+
+class _AsLongAsEver(nn.Module):
+    """Makes as much of a short batch as of a long one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mean(1, keepdim=True).expand(-1, 96, -1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_shorter_batches_that_take_as_much_rebuild_as_longer_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is begun that would pass the budget, and it is tried once."""
+    torch.manual_seed(0)
+    step = _that_rebuilds(_AsLongAsEver(), torch.rand(8, 96, 16), monkeypatch)
+    attempts = []
+    for _ in range(3):
+        batch = torch.rand(8, 24, 16)
+        with gf.meter(step.model, step.optimizer, batch) as live:
+            attempts.append(step(batch).attempts)
+        assert live.peak_bytes <= step.budget_bytes
+        assert not step.plan.keeps_everything
+    assert attempts == [2, 1, 1]
 
 
 def _split(batch: dict[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -102,6 +102,42 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     assert step.plan.step_seconds == pytest.approx(0.64, rel=0.01)  # the pace that most passes had
 
 
+class Experts(nn.Module):
+    """Each row goes to one of four, so that a few rows are seen by few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(32, 4)
+        self.experts = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            share = self.route(x).softmax(-1)
+            chosen, out = share.argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (chosen == number).nonzero()[:, 0]
+                if len(rows):
+                    part = torch.tanh(expert(x[rows])) * share[rows, number : number + 1]
+                    out = out.index_add(0, rows, part)
+            x = x + out
+        return x
+
+
+def test_a_profile_of_a_few_rows_does_not_decide_how_often_a_batch_is_cut() -> None:
+    """By it what passes grows with each row, though it is gradients on their way."""
+    torch.manual_seed(0)
+    model, batch = Experts(), torch.randn(256, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gf.meter(model, optimizer, batch) as live:
+        square(model, batch).backward()
+    optimizer.zero_grad()
+    step = gf.fit(model, optimizer, square, batch, memory=2 * live.peak_bytes)
+    assert step.plan.keeps_everything
+    assert step.plan.steps == 1
+    assert sum(step.plan.breakdown.values()) == pytest.approx(step.plan.peak_bytes, rel=0.01)
+    assert step(batch).peak_bytes <= 2 * live.peak_bytes
+
+
 def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:
     points = ((2, 3.0), (4, 4.0), (8, 10.0))
     made = Profile(found.values, found.operations, found.nodes, plain_points=points)

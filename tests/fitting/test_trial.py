@@ -120,3 +120,33 @@ def test_a_size_at_which_other_operations_run_is_planned_by_them_at_once(
     assert step.plan.micro_batch == 1
     assert not left
     assert step(batch).peak_bytes <= live.peak_bytes
+
+
+class DeepWhereAllHaveGradients(nn.Module):
+    """As if layers were left out at random, and the trial's first micro-batch had more of them:
+    `unused` only ever has a gradient where somebody has put one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.layer(x))
+        for _ in range(0 if self.unused.weight.grad is None else 20):
+            h = torch.tanh(h)
+        return h
+
+
+def test_what_is_saved_is_of_the_micro_batches_whose_peak_is_measured() -> None:
+    """A step may save no more than was saved where its peak was measured: it went past the budget
+    by what a micro-batch had saved whose peak did not count.
+    """
+    torch.manual_seed(0)
+    step, sizes, _ = fitted(DeepWhereAllHaveGradients(), torch.rand(ROWS, WIDTH))
+    assert sizes == [4, 4]
+    tested = step.known[0]
+    assert tested.plan.keeps_everything
+    activations = 4 * WIDTH * 4
+    assert tested.saved_bytes is not None
+    assert tested.saved_bytes < WIDTH * WIDTH * 4 + 10 * activations

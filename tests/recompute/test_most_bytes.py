@@ -88,6 +88,14 @@ PROGRAMS: dict[str, Callable[[int, int, int], Any]] = {
     "gather": lambda a, b, c: leaf(a, b + 1).gather(1, torch.zeros(a, c, dtype=torch.long)),
     "index_add": lambda a, b, c: leaf(a + 1, b).index_add(0, torch.zeros(c, dtype=torch.long),
                                                           leaf(c, b)),
+    "scatter_reduce": lambda a, b, c: leaf(a, b).scatter_reduce(
+        0, torch.zeros(c, b, dtype=torch.long), leaf(c, b), "amax"
+    ),
+    "_euclidean_dist": lambda a, b, c: torch.cdist(
+        leaf(a, c), leaf(2, b, c), compute_mode="use_mm_for_euclid_dist"
+    ),
+    "_cdist_forward": lambda a, b, c: torch.cdist(leaf(2, 1, a, c), leaf(3, b, c), p=1.0),
+    "empty": lambda a, b, c: torch.empty(a, b, dtype=torch.float16).new_zeros(c),
     "constant_pad_nd": lambda a, b, c: F.pad(leaf(a, b), (c, 1, 0, 2)),
     "cat": lambda a, b, c: torch.cat([leaf(a, c), leaf(b, c)]),
     "stack": lambda a, b, c: torch.stack([leaf(a, c), leaf(a, c), leaf(a, c)]),

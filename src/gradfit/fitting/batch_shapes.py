@@ -138,6 +138,23 @@ def growth(before: Shape, new: Shape) -> float:
     return max((_times_as_large(old, size) for old, size in sizes), default=1.0)
 
 
+def shrinkage(before: Shape, new: Shape) -> float:
+    """How many times a batch of the one shape is as large as a smaller one, at least: along each
+    size in which they differ, and in all it holds.
+    """
+    if not covers(before, new):
+        return 1.0
+    sizes = chain.from_iterable(
+        zip(old, shrunk, strict=True) for (old, _), (shrunk, _) in zip(before, new, strict=True)
+    )
+    along_each = min((old / max(1, size) for old, size in sizes if old != size), default=1.0)
+    return max(1.0, min(along_each, _elements(before) / max(1, _elements(new))))
+
+
+def _elements(shape: Shape) -> int:
+    return sum(math.prod(sizes) for sizes, _ in shape)
+
+
 def _times_as_large(old: int, size: int) -> float:
     """At least once."""
     if size <= old:

@@ -17,6 +17,9 @@ powers of the fourth root of two, so that plans are shared.
 Where a plan holds for no batch so large, its profile says at which smaller micro-batch everything
 can be kept, by the same rule. That takes milliseconds, where a plan of their own takes many steps'
 time: so such batches go by it until there is time for one.
+
+And where a plan that rebuilds is for larger batches, its profile says whether smaller ones hold
+with everything kept.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from gradfit.fitting.batch_shapes import Shape, covers, growth
+from gradfit.fitting.batch_shapes import Shape, covers, growth, shrinkage
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.api import plain_plan
 from gradfit.planning.microbatch import even
@@ -89,13 +92,20 @@ def covering(plans: Sequence[TestedPlan], shape: Shape, batch_size: int) -> list
 
 def fewest_passes(plans: Sequence[TestedPlan], batch_size: int) -> TestedPlan | None:
     """The one of these plans that a batch is run by: the first; where that keeps everything in
-    several micro-batches, the one with the fewest of those that do.
+    several micro-batches, the one with the fewest of those that do; where it rebuilds, one that
+    arithmetic has found to keep everything in as few.
     """
+
+    def passes(one: TestedPlan) -> int:
+        return -(-batch_size // one.plan.micro_batch)
+
     first = next(iter(plans), None)
-    if first is None or not first.plan.keeps_everything:
-        return first
+    if first is None:
+        return None
     kept = (one for one in plans if one.steady and one.plan.keeps_everything)
-    return min((first, *kept), key=lambda one: -(-batch_size // one.plan.micro_batch))
+    if first.plan.keeps_everything:
+        return min((first, *kept), key=passes)
+    return next((one for one in kept if one.by_size and passes(one) <= passes(first)), first)
 
 
 def grown(
@@ -150,10 +160,7 @@ def _kept_in_parts(
     for power in (2, 1):
         plan = _largest_kept(tested, rows, most, room, _Growth(size, size**power))
         if plan is not None:
-            return dataclasses.replace(
-                tested, plan=plan, shape=shape, peak_bytes=plan.peak_bytes, seen=False,
-                seen_bytes=0, saved_bytes=None, asked=0, reads_data=True, by_size=True, slack=1.0,
-            )  # fmt: skip
+            return _by_size(tested, plan, shape)
     return None
 
 
@@ -181,8 +188,48 @@ def in_larger_parts(
         return None
     peak = int(fixed + growing * size / plan.micro_batch)
     larger = dataclasses.replace(larger, budget_bytes=plan.budget_bytes, peak_bytes=peak)
+    return _by_size(tested, larger, shape)
+
+
+def smaller_shape(tested: TestedPlan, shape: Shape) -> Shape | None:
+    """The shape of batches that are smaller than those of a plan by a step of the sizes' rounding
+    or several, as this one is; None if it is hardly smaller.
+    """
+    steps = math.floor(4 * math.log2(shrinkage(tested.shape, shape)))
+    if steps < 1:
+        return None
+    times = 2 ** (steps / 4)
+    return tuple(
+        (
+            tuple(
+                math.ceil(old / times) if old != size else old
+                for old, size in zip(sizes, smaller, strict=True)
+            ),
+            dtype,
+        )
+        for (sizes, dtype), (smaller, _) in zip(tested.shape, shape, strict=True)
+    )
+
+
+def kept_where_smaller(
+    tested: TestedPlan, shape: Shape, batch_size: int, limit_bytes: int
+) -> TestedPlan | None:
+    """The same micro-batches with everything kept, for batches of a smaller shape; None if they
+    would not hold.
+    """
+    if not _can_grow(tested, batch_size):
+        return None
+    rows, share = tested.plan.batch_size, 1 / shrinkage(tested.shape, shape)
+    plan = _all_kept(tested, rows, tested.plan.micro_batch, _Growth(share, share))
+    if plan is None or plan.peak_bytes > _ROOM * limit_bytes:
+        return None
+    return _by_size(tested, plan, shape)
+
+
+def _by_size(tested: TestedPlan, plan: Plan, shape: Shape) -> TestedPlan:
+    """A plan that keeps everything, found by arithmetic."""
     return dataclasses.replace(
-        tested, plan=larger, shape=shape, peak_bytes=peak, seen=False, seen_bytes=0,
+        tested, plan=plan, shape=shape, peak_bytes=plan.peak_bytes, seen=False, seen_bytes=0,
         saved_bytes=None, asked=0, reads_data=True, by_size=True, slack=1.0,
     )  # fmt: skip
 

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 
 from gradfit.fitting.batch_shapes import Shape, covers
 from gradfit.fitting.families import (
+    MOST_PLANS,
     covering,
     fewest_passes,
     grown,
     in_smaller_parts,
+    kept_where_smaller,
+    smaller_shape,
     with_slack,
     within_memory,
 )
@@ -37,6 +40,8 @@ class KnownPlans:
         """
         self._used: dict[int, int] = {}  # by a plan's address: when it was last used
         self._clock = 0
+        # for which it was looked whether everything can be kept where a larger one's plan rebuilds
+        self._smaller: set[Shape] = set()
 
     def take_up(self, plans: Iterable[TestedPlan]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were
@@ -73,6 +78,40 @@ class KnownPlans:
         return in_smaller_parts(
             self._holding(), request.shape, request.batch_size, self._step.limit_bytes, below
         )
+
+    def may_be_kept(self, larger: TestedPlan, request: PlanRequest) -> bool:
+        """Whether `kept_where_smaller` has not looked yet at batches like this one, for which there
+        is a plan for larger ones.
+        """
+        return self._unlike_larger(larger, request) is not None
+
+    def kept_where_smaller(self, larger: TestedPlan, request: PlanRequest) -> TestedPlan | None:
+        """Everything kept for batches like this one, for which there is a plan for larger ones that
+        rebuilds, if that holds by arithmetic; looked at once.
+        """
+        shape = self._unlike_larger(larger, request)
+        if shape is None:
+            return None
+        if len(self._smaller) >= MOST_PLANS:
+            self._smaller.clear()
+        self._smaller.add(shape)
+        return kept_where_smaller(larger, shape, request.batch_size, self._step.limit_bytes)
+
+    def is_kept_where_smaller(self, tested: TestedPlan) -> bool:
+        """Whether a plan is one that `kept_where_smaller` has found."""
+        return tested.by_size and tested.plan.keeps_everything and tested.shape in self._smaller
+
+    def _unlike_larger(self, larger: TestedPlan, request: PlanRequest) -> Shape | None:
+        """The shape for which `kept_where_smaller` is to be asked; None: nothing need be."""
+        step = self._step
+        if larger.plan.keeps_everything or not larger.steady or larger.by_size:
+            return None
+        if step.compares_ahead or step.reproducible or step.micro_batch is not None:
+            return None
+        if step.runner.split is not None and request.batch_size != larger.plan.batch_size:
+            return None  # rows are in the shape
+        shape = smaller_shape(larger, request.shape)
+        return None if shape in self._smaller else shape
 
     def _holding(self) -> list[TestedPlan]:
         return [tested for tested in self.all if self._holds(tested)]

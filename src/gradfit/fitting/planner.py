@@ -125,7 +125,7 @@ class Planner:
         larger = self._known.for_larger(request)
         if additivity is None or larger is None or self._wants_own(larger, request):
             return None
-        if self._improvement.is_due(larger, request):
+        if self._improvement.is_due(larger, request) or self._may_be_kept(larger, request):
             return None
         # else it depends on the time there is, or other plans are still compared
         if not may_be_slow(larger, shape, batch_size) and self._improvement.is_done(larger):
@@ -164,11 +164,24 @@ class Planner:
         """A plan made before for this shape or a larger one, or what arithmetic makes of one."""
         larger = self._known.for_larger(request)
         if larger is not None:
-            return None if self._wants_own(larger, request) else larger
+            if self._wants_own(larger, request):
+                return None
+            return self._kept_where_smaller(larger, request) or larger
         if distributed.is_running():  # where ranks run forwards, and so plan, together
             return None
         grown = self._known.grown(request)
         return self._plan_in_parts(request) if grown is None else self._remember(grown)
+
+    def _may_be_kept(self, larger: TestedPlan, request: PlanRequest) -> bool:
+        """Whether it is to be looked at, where ranks need not plan together."""
+        return not distributed.is_running() and self._known.may_be_kept(larger, request)
+
+    def _kept_where_smaller(self, larger: TestedPlan, request: PlanRequest) -> TestedPlan | None:
+        """As `KnownPlans.kept_where_smaller`, and remembered."""
+        if distributed.is_running():
+            return None
+        kept = self._known.kept_where_smaller(larger, request)
+        return None if kept is None else self._remember(kept)
 
     def _wants_own(self, larger: TestedPlan, request: PlanRequest) -> bool:
         """Whether batches of this shape should have a plan of their own, and there is time to make
@@ -323,6 +336,10 @@ class Planner:
         """
         self._known.forget(tested)
         request = self._request(batch, self.rows.count(batch))
+        if self._known.is_kept_where_smaller(tested):
+            larger = self._known.for_larger(request)
+            if larger is not None:
+                return larger
         self._larger_parts.did_not_hold(request.shape, tested.plan.micro_batch)
         smaller = self._plan_in_parts(request, below=tested.plan.micro_batch)
         return self._new_plan(request) if smaller is None else smaller

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from gradfit import _torch_distributed as distributed
@@ -34,9 +35,20 @@ def with_rivals(
     """
     if tools.step.reproducible:
         return [_kept_by_measured_seconds(tools, tried, batch, target_bytes)]
-    if tools.step.micro_batch is not None or not tools.step.compares_ahead:
+    if tools.step.micro_batch is not None:
         return [tried]
+    if not tools.step.compares_ahead:
+        return _with_fewer_passes(tools, tried, batch) or [tried]
     return [tried, *rivals_of(tools, tried, batch, target_bytes)]
+
+
+def _with_fewer_passes(tools: PlanTools, tried: TestedPlan, batch: Any) -> list[TestedPlan]:
+    """Larger micro-batches than these, all kept, where trials say that they hold and a profile of a
+    few rows did not: each costs one micro-batch, and is paid back by the first steps.
+    """
+    if distributed.is_running() or not tried.plan.keeps_everything:
+        return []
+    return _larger_plain(tools, tried, batch)
 
 
 def _kept_by_measured_seconds(
@@ -122,17 +134,30 @@ def _plain_in_all(tried: TestedPlan, limit_bytes: int) -> Plan | None:
     """
     rows, size = tried.plan.batch_size, tried.plan.micro_batch
     profile = tried.profile.updating(tried.plan.update_groups)
-    static = profile.at(size, rows=rows).static_bytes
+    graph = profile.at(size, rows=rows)
+    static = graph.static_bytes
     most = int((limit_bytes - static) * size / max(1, tried.peak_bytes - static))
-    most = even(rows, min(most, rows))
-    if size >= most:
+    most = even(rows, max(1, min(most, rows)))
+    if -(-rows // most) >= -(-rows // size):
         return None
     plan = plain_plan(profile, memory=_ANY, batch_size=rows, micro_batch=most)
     if plan is None:
         return None
     # a profile of a few rows may say more than that
     peak = min(plan.peak_bytes, static + (tried.peak_bytes - static) * most // size)
-    return dataclasses.replace(plan, budget_bytes=limit_bytes, peak_bytes=peak)
+    parts = _less(plan.breakdown, plan.peak_bytes - peak, certain=graph.static_breakdown)
+    return dataclasses.replace(plan, budget_bytes=limit_bytes, peak_bytes=peak, breakdown=parts)
+
+
+def _less(parts: Mapping[str, int], too_much: int, certain: Collection[str]) -> dict[str, int]:
+    """The parts of a peak that is so many bytes less than was predicted: less of the largest of
+    those that are not certain.
+    """
+    less = dict(parts)
+    for name in sorted(set(parts).difference(certain), key=lambda name: -parts[name]):
+        less[name] -= min(parts[name], too_much)
+        too_much -= parts[name] - less[name]
+    return {name: nbytes for name, nbytes in less.items() if nbytes}
 
 
 def _recomputing(

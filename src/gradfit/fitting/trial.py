@@ -201,7 +201,8 @@ class _Trial:
                 self._run(others[-1], most_bytes, follow)
                 if gradients.all_were_added_to():
                     return
-            self._passes_bytes = 0  # with gradients that a step does not have
+            # with gradients that a step does not have; and what was saved goes with the peak
+            self._passes_bytes = self._saved_bytes = self._asked = 0
         for part in (first, *others):
             self._run(part, most_bytes, follow)
 

@@ -26,6 +26,8 @@ from gradfit.tape.listener import OperationListener
 from gradfit.tape.storage import sparse_parts
 from gradfit.units import format_bytes
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # in one piece, in memory of their own
+
 
 class _CountedStorage(StorageWatch):
     __slots__ = ("nbytes",)
@@ -133,7 +135,7 @@ class Meter(OperationListener):
         self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) not in PLAIN:
             if is_lazy(tensor):
                 return  # a lazy module's, before its first forward
             tensor = distributed.local_part(tensor)

@@ -35,7 +35,7 @@ from gradfit._torch_one_operation import OneOperation
 from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.meter import Meter
+from gradfit.profiling.meter import PLAIN, Meter
 from gradfit.recompute.most_bytes import most_bytes
 from gradfit.tape.decisions import Policy, TapeDecision
 from gradfit.tape.operators import info_of
@@ -47,6 +47,7 @@ from gradfit.tape.values import Segment, Tape, TapeOperation, TapeValue
 from gradfit.units import format_bytes
 
 _MANY = 10_000  # operations of which something is remembered, before it is looked who needs it
+_WITHOUT_TENSORS = {int, float, bool, type(None), torch.dtype}
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs
 
 
@@ -141,6 +142,10 @@ class Evictor(Meter):
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
         self.refused = None
+        if not self._has_recorded:  # nothing can be dropped: it does not matter what is used when
+            self._count_read(args)
+            if self._surely_has_room(func, args, kwargs):
+                return self._observe_with_room(func, args, kwargs)
         self._note_use(args)
         if self._ended:
             self._copy_what_was_read(func, args, kwargs)
@@ -154,6 +159,36 @@ class Evictor(Meter):
         larger = self.current_bytes - before > need and not info_of(func).view
         if key is not None or larger:  # now we know
             self._correct(key, func, args, kwargs, self.current_bytes - before)
+        return out
+
+    def _count_read(self, args: Any) -> None:
+        """Count what an operation reads, if nobody has seen it yet. Hot, as the two below."""
+        live = self._live
+        try:
+            for argument in args:
+                kind = type(argument)
+                if kind in PLAIN:
+                    if storage_key(argument) not in live:
+                        self._see(argument)
+                elif kind not in _WITHOUT_TENSORS:
+                    for tensor in _tensors_in((argument,)):
+                        self._see(tensor)
+        except (RuntimeError, NotImplementedError):  # one has no storage of its own
+            for tensor in _tensors_in(args):
+                self._see(tensor)
+
+    def _surely_has_room(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the most that an operation can take is there, so that nobody need know more."""
+        if info_of(func).view:
+            return True
+        most = most_bytes(func, args, kwargs)
+        return most is not None and self.current_bytes + most <= self._start
+
+    def _observe_with_room(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As a meter. Hot: of a step in which nothing can be dropped, these are nearly all."""
+        out = Meter._observe(self, func, args, kwargs)
+        if self.current_bytes > self.limit_bytes:  # it took more than it can
+            raise self._infeasible(func, 0, self.current_bytes)
         return out
 
     def _begins_inside(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -360,20 +395,12 @@ class LimitRefusal(BaseException):
 
 
 class LimitGuard(Evictor):
-    """A meter inside of which no operation is begun that would pass the limit. Nothing is
-    dropped.
+    """A meter inside of which no operation is begun that would pass the limit. Nothing is recorded,
+    so nothing is dropped.
     """
 
-    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As a meter, where there surely is room for what an operation can take."""
-        if not info_of(func).view:
-            most = most_bytes(func, args, kwargs)
-            if most is None or self.current_bytes + most > self.limit_bytes:
-                return super()._observe(func, args, kwargs)
-        out = Meter._observe(self, func, args, kwargs)
-        if self.current_bytes > self.limit_bytes:  # it took more than it can
-            raise self._infeasible(func, 0, self.current_bytes)
-        return out
+    def _count_read(self, args: Any) -> None:
+        """What was there before, and was not to be watched, is no part of what is measured."""
 
     def _infeasible(self, func: Any, need: int, in_use: int) -> BaseException:
         return LimitRefusal(in_use + need)
