@@ -81,6 +81,17 @@ def test_a_backward_pass_that_was_refused_is_let_go_of_before_the_next_attempt(r
     assert max(_peaks(model, sample, budget, (-1, 1, -1, 1, 1))) <= budget
 
 
+def test_what_held_when_a_batch_left_its_plan_is_begun_with_when_it_does_so_again() -> None:
+    torch.manual_seed(0)
+    model, sample = _Deeper(layers=(4, 12)), _batch(64, -1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    budget = _plain_peak(model, sample) + 20480
+    step = gf.fit(model, optimizer, _loss, sample, memory=budget, planning_share=0)
+    attempts = [step(sign * sample.abs()).attempts for sign in (-1, 1, -1, 1, -1, 1)]
+    assert attempts[1] > 2
+    assert attempts[2:] == [1, 2, 1, 2]
+
+
 def test_parameters_that_autograd_saves_are_no_room_for_activations() -> None:
     torch.manual_seed(0)
     model, sample = _Deeper(layers=(12, 12), functions=(0, 80)), _batch(64, -1)

@@ -56,7 +56,9 @@ def _slack(tested: TestedPlan, limit_bytes: int) -> float:
         return 1.0
     fixed = _fixed_bytes(tested.profile, tested.plan)
     # a trial of a model that skips layers may have run fewer of them than the profile
-    growing = max(1, tested.tested_bytes - fixed, tested.plan.kept_bytes)
+    plan = tested.plan
+    predicted = 0 if "optimizer step" in plan.breakdown else plan.peak_bytes
+    growing = max(1, max(tested.tested_bytes, predicted) - fixed, plan.kept_bytes)
     return max(1.0, (_ROOM * limit_bytes - fixed) / growing)
 
 
