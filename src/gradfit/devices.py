@@ -1,5 +1,5 @@
-"""Which memory a budget is about, and what is asked of an accelerator: to wait, to let go of its
-cache.
+"""Which memory a budget is about, and who is asked to let go of some: autograd's engine of passes
+that failed, an accelerator of its cache.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import gc
 from collections.abc import Iterable
 
 import torch
+
+from gradfit._torch import graph_task_id
+from gradfit._torch_listen import unseen
 
 
 def counted_device(model: torch.nn.Module) -> torch.device | None:
@@ -41,10 +44,25 @@ def wait_for(devices: Iterable[torch.device]) -> None:
         torch.accelerator.synchronize(device)
 
 
+def forget_failed_passes() -> None:
+    """Let the engine let go of a backward pass that raised in this thread.
+
+    The nodes that were ready to run then stay in this thread's queue, with all that the graph holds
+    before them, until the next backward pass throws them away first (torch 2.10 to 2.15,
+    `CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp): so here is one.
+    """
+    if graph_task_id() != -1:  # inside of a pass that goes on
+        return
+    with unseen(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)
+
+
 def free_cached_memory() -> None:
     """After memory ran out: collect what nobody refers to, and let accelerators give back what they
     keep for reuse.
     """
+    forget_failed_passes()
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

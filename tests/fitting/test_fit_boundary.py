@@ -591,3 +591,17 @@ def test_models_without_content_are_refused() -> None:
         gf.fit(absent, optimizer, lambda m, x: m(x).mean(), batch, memory=None)
     with pytest.raises(gf.MisuseError, match="fake=True"):
         gf.profile(absent, lambda m, x: m(x).mean(), batch)
+
+
+def test_a_split_that_gives_no_parts_is_refused_in_words() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gf.MisuseError, match="gave a NoneType, not the parts"):
+        gf.fit(
+            model,
+            optimizer,
+            lambda m, b: m(b["x"]).mean(),
+            batch(),
+            "1 MiB",
+            split=lambda b, n: None,
+        )

@@ -185,7 +185,13 @@ def _count_along_dim_0(batch: Any, name: str) -> int:
 
 
 def _count_parts(batch: Any, split: Cut) -> int:
-    parts = sum(1 for _ in split(batch, 1))
+    given: Any = split(batch, 1)
+    if not isinstance(given, Iterable):
+        raise MisuseError(
+            f"split(batch, 1) gave a {type(given).__name__}, not the parts. Let it yield them one"
+            " by one, or return a list of them."
+        )
+    parts = sum(1 for _ in given)
     if not parts:
         raise MisuseError(
             "split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows."

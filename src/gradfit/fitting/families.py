@@ -58,7 +58,11 @@ def _slack(tested: TestedPlan, limit_bytes: int) -> float:
     if not tested.tested_bytes:
         return 1.0
     fixed = _fixed_bytes(tested.profile, tested.plan)
-    return max(1.0, (_ROOM * limit_bytes - fixed) / max(1, tested.tested_bytes - fixed))
+    # a trial of a model that skips layers may have run fewer of them than the profile
+    plan = tested.plan
+    predicted = 0 if "optimizer step" in plan.breakdown else plan.peak_bytes
+    growing = max(1, max(tested.tested_bytes, predicted) - fixed, plan.kept_bytes)
+    return max(1.0, (_ROOM * limit_bytes - fixed) / growing)
 
 
 def within_memory(plans: Sequence[TestedPlan], last_used: Mapping[int, int]) -> list[TestedPlan]:

@@ -113,6 +113,19 @@ class KnownPlans:
         shape = smaller_shape(larger, request.shape)
         return None if shape in self._smaller else shape
 
+    def held_in_parts(self, request: PlanRequest, below: int) -> TestedPlan | None:
+        """Of such plans for micro-batches of fewer rows than this, the one with the largest that a
+        step has gone by.
+        """
+        plans = covering(self._holding(), request.shape, request.batch_size)
+        held = (
+            one
+            for one in plans
+            if one.by_size and one.seen and one.plan.keeps_everything
+            if one.plan.micro_batch < below
+        )
+        return max(held, key=lambda one: one.plan.micro_batch, default=None)
+
     def _holding(self) -> list[TestedPlan]:
         return [tested for tested in self.all if self._holds(tested)]
 

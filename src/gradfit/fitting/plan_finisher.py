@@ -26,7 +26,8 @@ class PlanFinisher:
         """A plan that was tried out, as a step goes by it."""
         step = self._step
         tested = with_slack(
-            dataclasses.replace(tested, tested_bytes=tested.peak_bytes), step.limit_bytes
+            dataclasses.replace(tested, tested_bytes=max(tested.peak_bytes, tested.tested_bytes)),
+            step.limit_bytes,
         )
         tested = self.with_copy(tested, step.limit_bytes)
         return dataclasses.replace(

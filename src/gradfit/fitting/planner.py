@@ -352,7 +352,9 @@ class Planner:
         if self.step.reproducible or self.time.has_room_for(self.time.plan_seconds):
             return None
         rows = self.rows.count(batch)
-        return self._plan_in_parts(PlanRequest(batch, rows, tested.shape, is_first=False))
+        request = PlanRequest(batch, rows, tested.shape, is_first=False)
+        held = self._known.held_in_parts(request, tested.plan.micro_batch)
+        return self._plan_in_parts(request) if held is None else self._known.mark_used(held)
 
     def plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
         """A plan for what this micro-batch does, where another one of its size was planned for;

@@ -23,7 +23,7 @@ from gradfit.batches.runner import LossFunction, Mode, Part
 from gradfit.batches.shares import PartCounter, PartShare
 from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.weights import CountFirst, UnreadableLoss, must_count
-from gradfit.devices import free_cached_memory
+from gradfit.devices import forget_failed_passes, free_cached_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.modes import WithinLimit
 from gradfit.fitting.planner import Planner
@@ -226,4 +226,5 @@ def _forget(failure: BaseException, *, is_short: bool) -> None:
     if is_short:
         free_cached_memory()
     else:
+        forget_failed_passes()
         gc.collect(1)  # what is younger

@@ -40,7 +40,8 @@ class TestedPlan:
     # what the optimizer changes is copied before, so that its step can be taken back
     copied: bool = False
     by_size: bool = False  # it was tested with smaller batches, and is by arithmetic one for these
-    tested_bytes: int = 0  # the peak that was measured in the trial
+    # the peak that was measured in the trial, with the gradients that it left out
+    tested_bytes: int = 0
     # all values may be so many times as large as in the profile, and the budget still holds
     slack: float = 1.0
     # what the device's allocator will have reserved, by the sequence of the trial; 0 where it does
@@ -60,8 +61,25 @@ class TestedPlan:
 
     @property
     def saved_limit(self) -> float:
-        """Bytes that autograd may save, of what need not be listened to, and the budget holds."""
-        return math.inf if self.saved_bytes is None else self.saved_bytes * self.slack
+        """Bytes that autograd may save, of what need not be listened to, and the budget holds.
+
+        Only what the forward has made may grow: parameters and inputs are saved, too, and are there
+        anyway.
+        """
+        if self.saved_bytes is None:
+            return math.inf
+        grows = min(self.saved_bytes, self._unrecorded_bytes)
+        return self.saved_bytes + grows * (self.slack - 1.0)
+
+    @cached_property
+    def _unrecorded_bytes(self) -> int:
+        """What the profile has of values that are kept without being listened to."""
+        if self.plan.keeps_everything:
+            return self.plan.kept_bytes
+        rows, script = self.plan.micro_batch, self.script
+        made = [v for v, act in enumerate(self.plan.actions) if act != "external"]
+        rest = made[script.last + 1 :]
+        return round(sum(self.profile.values[value].nbytes.at(rows) for value in rest))
 
     @property
     def tail(self) -> UnrecordedRest | None:

@@ -29,7 +29,7 @@ from gradfit.batches.runner import Part
 from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.batches.totals import LossTotals
 from gradfit.batches.weights import BatchWeights, CountFirst
-from gradfit.devices import free_cached_memory
+from gradfit.devices import forget_failed_passes, free_cached_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.made_rows import runner_of_rows
 from gradfit.fitting.measured_loss import MeasuredLoss
@@ -40,6 +40,7 @@ from gradfit.fitting.step_to_plan import StepToPlan, has_sparse_gradients
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.update_requests import DeviceUpdates, make_numbers
 from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.resident_bytes import whole_gradient_bytes
 from gradfit.recompute.evict import LimitGuard, LimitRefusal
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.tape.storage import sparse_parts
@@ -174,6 +175,7 @@ class _Trial:
         self._batch_bytes = int(self._plan.batch_size * profile.batch_bytes.per_item)
         self._passes_bytes = self._update_bytes = self._saved_bytes = self._asked = 0
         self._rest_bytes = 0  # of the batch, which a trial does not hold
+        self._left_out_bytes = 0  # of parameters that its passes gave no gradient
         # which a step holds until it has read them
         self._numbers: list[Any] = []
         self._carried: CarriedScale | None = None
@@ -250,7 +252,7 @@ class _Trial:
         live.events = self._record.events
         with refusing(beside), live:
             both_passes(Part(0, size, content), beside)
-        self._rest_bytes = rest
+        self._rest_bytes, self._left_out_bytes = rest, _left_out_bytes(self._model)
         self._passes_bytes = max(self._passes_bytes, live.peak_bytes + rest)
         burst = max(self._burst_bytes, _largest_sparse_bytes(self._model))
         self._update_bytes = live.current_bytes + rest + burst
@@ -324,6 +326,7 @@ class _Trial:
             self._untested,
             plan=dataclasses.replace(self._plan, reserved_bytes=reserved),
             peak_bytes=max(peak, reserved),
+            tested_bytes=max(peak, reserved) + self._left_out_bytes,
             reserved_bytes=reserved,
             copied_reserved_bytes=copied,
             saved_bytes=self._saved_bytes,
@@ -347,6 +350,16 @@ class _Trial:
         return record.reserved_bytes(update, copied=False), record.reserved_bytes(
             update, copied=True
         )
+
+
+def _left_out_bytes(model: torch.nn.Module) -> int:
+    """Of gradients that a step may have, and these passes have not made: of layers that were
+    skipped. Where a group shards them, they are not where they would be looked for.
+    """
+    if distributed.is_running():
+        return 0
+    trained = (one for one in model.parameters() if one.requires_grad)
+    return sum(whole_gradient_bytes(one) for one in trained if one.grad is None)
 
 
 def _largest_sparse_bytes(model: torch.nn.Module) -> int:
@@ -430,6 +443,7 @@ def refusing(beside: int) -> Iterator[None]:
         yield
     except LimitRefusal as refusal:
         traceback.clear_frames(refusal.__traceback__)  # they hold every tensor
+        forget_failed_passes()
         raise PastLimit(refusal.needed_bytes + beside) from None
 
 

@@ -21,14 +21,15 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     units = fsdp.units_of(model)
     sharded = _sharded_ids(units)
     whole = [p for p in model.parameters() if p.requires_grad and id(p) not in sharded]
-    return sum(map(_whole_gradient_bytes, whole)) + sum(map(fsdp.gradient_bytes, units))
+    return sum(map(whole_gradient_bytes, whole)) + sum(map(fsdp.gradient_bytes, units))
 
 
 def _sharded_ids(units: Iterable[torch.nn.Module]) -> set[int]:
     return {id(tensor) for unit in units for tensor, _ in fsdp.sharded_parameters(unit)}
 
 
-def _whole_gradient_bytes(parameter: torch.Tensor) -> int:
+def whole_gradient_bytes(parameter: torch.Tensor) -> int:
+    """What the gradient of a parameter that is not sharded takes."""
     return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
 
 
