@@ -49,20 +49,25 @@ def leaves(nest: Any) -> Iterator[torch.Tensor]:
     if isinstance(nest, torch.Tensor):
         return iter((nest,))
     held = _plain_tensors(nest)
-    return _leaves_inside(nest) if held is None else iter(held)
+    return iter(_leaves_inside(nest) if held is None else held)
 
 
-def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
+def _leaves_inside(nest: Any) -> list[torch.Tensor]:
+    """As a list, and not one by one: what asks thousands of tensors for something is then a loop
+    that is not Python's.
+    """
+    tensors: list[torch.Tensor] = []
     walk = _NestWalk(nest)
     for item in walk:
         if isinstance(item, torch.Tensor):
-            yield item
+            tensors.append(item)
         else:
             inside = _plain_tensors(item)
-            if inside is not None:
-                yield from inside
-            else:
+            if inside is None:
                 walk.enter(item)
+            else:
+                tensors += inside
+    return tensors
 
 
 def leaves_and_lists(nest: Any) -> Iterator[Any]:
@@ -201,6 +206,23 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
     held = _plain_tensors(batch)
     rows = _rows_of_tensors(held) if held else None
     return _size_of(batch, _holders(batch), name) if rows is None else rows
+
+
+def size_as_cut(part: Any) -> int:
+    """The rows of what was cut from a batch, by its first tensor: that all agree on them was seen
+    before it was cut.
+
+    >>> size_as_cut({"names": ["a", "b"], "x": torch.zeros(2, 3), "table": whole(torch.zeros(5))})
+    2
+    """
+    walk = _NestWalk(part)
+    for item in walk:
+        if isinstance(item, torch.Tensor):
+            if item.ndim:
+                return item.shape[0]
+        elif not isinstance(item, Whole):
+            walk.enter(item)
+    return size_of_batch(part)
 
 
 def _rows_of_tensors(tensors: Sequence[torch.Tensor]) -> int | None:

@@ -5,6 +5,7 @@ operations torch runs.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD, Segments
 from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
@@ -298,3 +299,31 @@ def resnet(blocks: int, *, channels: int = 64, pixels: int = 1024) -> Profile:
     (x,) = b.op("mean", [x], [channels * 4.0])
     b.linear(x, 1, channels, 1000)
     return b.profile()
+
+
+def bottlenecks(blocks: int) -> Profile:
+    """Blocks of three convolutions with a ReLU after the residual sum, as ResNet-50 has them. The
+    first activation is held by a variable for the whole forward.
+    """
+    b = Builder()
+    size = 65536.0
+    (x,) = b.op("conv", [b.parameter(4096)], [size], flops=1e6)
+    first = x
+    for _ in range(blocks):
+        y = x
+        for width in (size / 4, size / 4, size):
+            (y,) = b.op(
+                "conv", [y, b.parameter(4096)], [width], flops=1e8 * width / size, saves=[y]
+            )
+            (y, _, _) = b.op(
+                "native_batch_norm", [y], [width, 1.0, 1.0], saves=[y], save_outputs=(1, 2)
+            )
+            if width < size:
+                (y,) = b.op("relu_", [y], [], inplace=y, save_outputs=(0,))
+        (y,) = b.op("add", [y, x], [size])
+        (x,) = b.op("relu", [y], [size], save_outputs=(0,))
+    b.op("mean", [x], [64.0])
+    profile = b.profile()
+    values = list(profile.values)
+    values[first] = replace(values[first], dies=len(profile.operations) - 1)
+    return replace(profile, values=tuple(values))

@@ -19,6 +19,7 @@ from warm_process import run_warm
 
 import gradfit as gf
 from gradfit import tree
+from gradfit.batches import runner
 from gradfit.batches.runner import run_part
 from gradfit.planning.simulate import Simulator
 from gradfit.profiling import sampled_sizes, traced_seconds
@@ -221,9 +222,42 @@ def test_a_profile_cuts_each_tensor_of_a_batch_a_few_times(monkeypatch: pytest.M
     monkeypatch.setattr(tree, "_take", counting)
     model, batch = _tensors(10)
     gf.profile(model, _first, batch)
-    # four sizes to measure, one for tiles, and groups of rows by which it is seen whether parts
-    # make the whole: three, and one with its two parts
-    assert cuts[0] < 12
+    # three sizes to measure, one of which is for tiles, too, and rows by which it is seen whether
+    # parts make the whole: three of them, and two parts, of which each is cut once
+    assert cuts[0] <= 6
+
+
+def test_a_profile_asks_the_tensors_of_a_batch_a_few_times_for_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"writes": 0, "rows": 0}
+
+    def count(name: str, module: Any, function: str) -> None:
+        original = getattr(module, function)
+
+        def counting(*args: Any) -> Any:
+            asked[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(module, function, counting)
+
+    count("writes", runner, "counted_writes_of")
+    count("rows", tree, "_rows_of_tensors")
+    model, batch = _tensors(10)
+    gf.profile(model, _first, batch)
+    assert asked["writes"] <= 2 * 3  # before and after the first pass of each size
+    assert asked["rows"] <= 2  # of the batch alone
+
+
+def test_a_loss_that_changes_its_batch_is_refused_by_a_profile() -> None:
+    model, batch = _tensors(2)
+
+    def changes(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch["x"].mul_(1.0)
+        return _first(model, batch)
+
+    with pytest.raises(gf.MisuseError, match="changed the batch"):
+        gf.profile(model, changes, batch)
 
 
 def test_each_run_has_the_same_views_in_containers_of_its_own() -> None:

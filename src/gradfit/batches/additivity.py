@@ -46,7 +46,9 @@ from gradfit.batches.few_rows import (
     cut_list,
     other_rows,
     rows_for_gradients,
+    rows_of_batch,
 )
+from gradfit.batches.first_rows import FirstRows
 from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
 from gradfit.batches.gradient_changes import gradient_changers
 from gradfit.batches.loss import read_loss
@@ -95,6 +97,7 @@ def measure_additivity(
     finish: Callable[[Tensor], object] | None = None,
     gradient_rows: int = MOST_ROWS,
     passes: FewRowsPasses | None = None,
+    first: FirstRows | None = None,
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
@@ -114,6 +117,7 @@ def measure_additivity(
         gradient_rows: at most so many with both passes; below 2, gradients are not compared.
         passes: what both passes of so many rows run in, to keep their memory small, or to watch
             them; None keeps all that autograd saves.
+        first: the batch's first rows, which others run, too.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
@@ -122,29 +126,30 @@ def measure_additivity(
     passes = FewRowsPasses() if passes is None else passes
     names = tuple(batch_norms(model))
     with eager_functions():
-        ways = choose_rows(batch, split, rows)
-        first = next(ways)
+        first = rows_of_batch(batch, split) if first is None else first
+        ways = choose_rows(first, rows)
+        cut = next(ways)
         if names:  # which cannot be run on one row
-            measured = measurement.measure([first, *ways][-1:])
+            measured = measurement.measure([cut, *ways][-1:])
             reason = batch_norm_reason(names)
             return dataclasses.replace(measured, over=None, modules=names, reason=reason)
         # several processes run the same, whatever each of them reads
-        quickly = measurement.look_quickly(*first) if finish is None else None
+        quickly = measurement.look_quickly(*cut) if finish is None else None
         if quickly is not None:
-            few = rows_for_gradients(batch, split, min(rows, gradient_rows, MOST_ROWS_IF_READ))
-            return measurement.measure_gradients(few, first[1][-1], quickly, passes)
-        cuts = [first, *ways]
-        measured = measurement.measure_values(cuts, batch, rows)
+            few = rows_for_gradients(first, min(rows, gradient_rows, MOST_ROWS_IF_READ))
+            return measurement.measure_gradients(few, cut[1][-1], quickly, passes)
+        cuts = [cut, *ways]
+        measured = measurement.measure_values(cuts, first, rows)
         telling = None
         if not measured.adds_up and finish is None:
-            telling = measurement.rows_that_tell(cuts[0][0], batch, rows)
+            telling = measurement.rows_that_tell(cuts[0][0], first, rows)
         if telling is not None:
             return measure_additivity(
                 model, loss_fn, telling, rows=rows, rewind=rewind,
                 gradient_rows=gradient_rows, passes=passes,
             )  # fmt: skip
         if measured.adds_up or finish is not None:  # all processes run the same
-            few = rows_for_gradients(batch, split, min(rows, gradient_rows))
+            few = rows_for_gradients(first, min(rows, gradient_rows))
             measured = measurement.measure_state(cuts[-1][1], measured)
             measured = measurement.measure_gradients(few, cuts[-1][1][-1], measured, passes)
     return measured
@@ -220,14 +225,15 @@ class _Measurement:
         second, first = runs[:2]
         return Comparison(of_whole, (first, second))
 
-    def measure_values(self, cuts: Sequence[RowsAndParts], batch: Any, rows: int) -> Additivity:
+    def measure_values(
+        self, cuts: Sequence[RowsAndParts], first: FirstRows, rows: int
+    ) -> Additivity:
         """Compare losses, in as many ways as it takes to tell."""
-        split = self._runner.split
         measured = self._measure_first_rows(cuts)
         if measured.adds_up and measured.is_told_by_values:
-            measured = self._measure_elsewhere(cuts, other_rows(batch, split, rows), measured)
-        if not measured.adds_up and split is None:
-            measured = self._measure_other_ways(batch, rows, measured)
+            measured = self._measure_elsewhere(cuts, other_rows(first, rows), measured)
+        if not measured.adds_up and first.split is None:
+            measured = self._measure_other_ways(first.batch, rows, measured)
         return measured
 
     def _measure_first_rows(self, cuts: Sequence[RowsAndParts]) -> Additivity:
@@ -245,13 +251,13 @@ class _Measurement:
             measured = self.measure(cuts[-1:])  # a single row may be all that it refuses
         return measured if measured.adds_up else self._measure_sum(cuts, measured)
 
-    def rows_that_tell(self, first: Any, batch: Any, rows: int) -> Any | None:
+    def rows_that_tell(self, whole: Any, first: FirstRows, rows: int) -> Any | None:
         """Other rows of the batch to measure, where the first ones have no items, as rows that are
         all padding; None if these tell what there is to tell, or no others do.
         """
-        if self._runner.split is not None or self._raised or self._tells(first):
+        if first.split is not None or self._raised or self._tells(whole):
             return None
-        others = (whole for whole, _ in other_rows(batch, None, rows))
+        others = (other for other, _ in other_rows(first, rows))
         telling = next(filter(self._tells, others), None)
         if telling is None:
             return None
@@ -371,7 +377,8 @@ class _Measurement:
         own = self._runner
         other = QuietRunner(own.model, own.loss_fn, cut, own.rewind, own.finish)
         try:
-            return _Measurement(other).measure(list(choose_rows(batch, cut, rows))).adds_up
+            cuts = list(choose_rows(rows_of_batch(batch, cut), rows))
+            return _Measurement(other).measure(cuts).adds_up
         except Exception:  # the user's code, on a batch it may not be made for
             return False
 

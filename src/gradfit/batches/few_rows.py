@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gradfit.tree import leaves, map_tensors, pick_rows, repeat_rows, size_of_batch, split_batch
+from gradfit.batches.first_rows import FirstRows
+from gradfit.tree import (
+    leaves,
+    map_tensors,
+    pick_rows,
+    repeat_rows,
+    size_as_cut,
+    size_of_batch,
+    split_batch,
+    take_rows,
+)
 
 Cut = Callable[[Any, int], Iterable[Any]]
 RowsAndParts = tuple[Any, Sequence[Any]]
@@ -18,46 +28,59 @@ _OTHER_ROWS = 4  # so many other groups of a batch's rows, where its loss cannot
 
 
 def count_measured_rows(part: Any, split: Cut | None) -> int:
-    return size_of_batch(part) if split is None else sum(1 for _ in split(part, 1))
+    """Of what was cut from a batch."""
+    return size_as_cut(part) if split is None else sum(1 for _ in split(part, 1))
 
 
-def choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[RowsAndParts]:
+def rows_of_batch(batch: Any, split: Cut | None) -> FirstRows:
+    """What rows are measured of, where nobody has cut some of them before."""
+    total = size_of_batch(batch) if split is None else sum(1 for _ in split(batch, 1))
+    return FirstRows(batch, split, total)
+
+
+def choose_rows(first: FirstRows, most: int) -> Iterator[RowsAndParts]:
     """A few rows, whole and in unequal parts, cut in two ways, each when it is asked for: a batch
     may hold thousands of tensors.
     """
-    total = count_measured_rows(batch, split)
-    if total == 1 and split is None:
-        batch, total = repeat_rows(batch, 3), 3
-    rows = max(2, min(most, total))
-    whole = next(_cut(batch, split, rows, total))
+    if first.total == 1 and first.split is None:
+        first = FirstRows(repeat_rows(first.batch, 3), None, 3)
+    rows = max(2, min(most, first.total))
+    whole = first.of(rows)
     for size in sorted({rows - 1, (rows + 1) // 2}, reverse=True):
-        yield whole, list(_cut(whole, split, size, rows))
+        yield whole, _parts(first, whole, size, [*range(rows)])
 
 
-def _cut(batch: Any, split: Cut | None, size: int, rows: int) -> Iterator[Any]:
-    """The parts of a batch of so many rows."""
-    return split_batch(batch, size, rows) if split is None else iter(split(batch, size))
+def _parts(first: FirstRows, whole: Any, size: int, order: list[int]) -> list[Any]:
+    """Parts of a few rows, which are the batch's at these positions. Those that are its first ones
+    may have been cut before.
+    """
+    if first.split is not None:
+        return list(first.split(whole, size))
+    parts = []
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        is_first = chosen == [*range(len(chosen))]
+        rows = slice(start, start + size)
+        parts.append(first.of(len(chosen)) if is_first else take_rows(whole, rows))
+    return parts
 
 
-def rows_for_gradients(batch: Any, split: Cut | None, most: int) -> RowsAndParts | None:
+def rows_for_gradients(first: FirstRows, most: int) -> RowsAndParts | None:
     """A few rows and unequal parts of them, one of the rows in both: words that are in two parts
     may count otherwise than in one. None if there is no room for two rows.
     """
     if most < 2:
         return None
-    total = count_measured_rows(batch, split)
+    total, split = first.total, first.split
     rows = max(2, min(most, 3 if total == 1 and split is None else total))
-    if split is not None:
-        whole = next(iter(split(batch, rows)))
-    else:
-        order = [*range(rows - 1), 0] if rows > 2 else [0, 1]
-        whole = pick_rows(batch, [row % total for row in order])
-    return whole, list(_cut(whole, split, (rows + 1) // 2, rows))
+    order = [row % total for row in ([*range(rows - 1), 0] if rows > 2 else [0, 1])]
+    whole = pick_rows(first.batch, order) if split is None else first.of(rows)
+    return whole, _parts(first, whole, (rows + 1) // 2, order)
 
 
-def other_rows(batch: Any, split: Cut | None, rows: int) -> list[RowsAndParts]:
+def other_rows(first: FirstRows, rows: int) -> list[RowsAndParts]:
     """Some more groups of rows from all over the batch, each with its parts."""
-    total = count_measured_rows(batch, split)
+    batch, split, total = first.batch, first.split, first.total
     if split is None:
         groups = _rows_far_apart(batch, rows, total)
     else:

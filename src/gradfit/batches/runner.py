@@ -21,11 +21,12 @@ from gradfit._torch_listen import eager_functions
 from gradfit.arguments import invalid
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.errors import MisuseError
-from gradfit.tree import leaves, size_of_batch, split_batch, unmarked_with_leaves
+from gradfit.tree import leaves, size_of_batch, split_batch, unmarked, unmarked_with_leaves
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 Cut = Callable[[Any, int], Iterable[Any]]
 _NOTHING = contextlib.nullcontext()
+_is_meta = operator.attrgetter("is_meta")
 
 
 class Part(NamedTuple):
@@ -126,12 +127,21 @@ def as_written(loss_fn: LossFunction) -> LossFunction:
     return run
 
 
-def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int = 0) -> PartLoss:
+def run_part(
+    loss_fn: LossFunction,
+    model: torch.nn.Module,
+    batch: Any,
+    rows: int = 0,
+    *,
+    is_checked: bool = False,
+) -> PartLoss:
     """Call `loss_fn` with a batch of so many rows, and read what it returns.
 
     A `loss_fn` that changes the batch would see another one in the next micro-batch or after an
-    out-of-memory.
+    out-of-memory. `is_checked`: it was seen, on the same rows, to leave them as they are.
     """
+    if is_checked:
+        return read_loss(loss_fn(model, unmarked(batch)), rows)
     batch, tensors = unmarked_with_leaves(batch)
     writes = counted_writes_of(tensors)
     result = loss_fn(model, batch)
@@ -158,7 +168,7 @@ def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool
     `split` makes.
     """
     tensors = list(leaves(batch))
-    if not fake and any(tensor.is_meta for tensor in tensors):
+    if not fake and any(map(_is_meta, tensors)):
         raise invalid(
             name,
             batch,

@@ -11,17 +11,20 @@ list counts by how many tensors it has, by what they have together, and by their
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 
+from gradfit._torch import type_of
 from gradfit.tree import leaves, leaves_and_lists
 
 # of each tensor or list of a batch
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
+_shape = operator.attrgetter("shape")
 _DEPTH = 3  # objects inside of objects, as a Geometric batch has its store
 _Find = Callable[[Any], Iterator[Any]]
 
@@ -37,7 +40,10 @@ def shape_of(batch: Any, *, rows: bool = False) -> Shape:
     (((2, 3), torch.float32), ((2, 8, 8, 2, 4), torch.float32))
     """
     if not rows:
-        return tuple((tuple(one.shape[1:]), one.dtype) for one in tensors_of(batch))
+        tensors = tensors_of(batch)
+        shapes = [*map(_shape, tensors)]
+        sizes = {shape: tuple(shape[1:]) for shape in set(shapes)}  # of thousands most are alike
+        return tuple(zip(map(sizes.__getitem__, shapes), map(type_of, tensors), strict=True))
     return tuple(chain.from_iterable(map(_shapes_of_entry, _entries(batch))))
 
 

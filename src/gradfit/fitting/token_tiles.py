@@ -7,6 +7,7 @@ from typing import Any
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch_fsdp import units_of
+from gradfit.batches.first_rows import FirstRows
 from gradfit.fitting.batch_rows import RowCounter
 from gradfit.fitting.step_to_plan import StepToPlan, local_bytes, trained
 from gradfit.profiling.measure import choose_tiles
@@ -72,7 +73,7 @@ class TokenTiles:
 
     def _choose(self, batch: Any) -> TileChoices:
         runner = self._step.runner
-        return choose_tiles(runner.model, runner.loss_fn, batch, runner.split)
+        return choose_tiles(runner.model, runner.loss_fn, FirstRows(batch, runner.split))
 
 
 def are_last_resort(tiles: Tiles | None) -> bool:

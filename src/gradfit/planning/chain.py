@@ -5,8 +5,8 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova, "Optimal checkpointing for he
 instead of all or nothing.
 
 State: bytes kept so far. A piece's own worst moment comes when everything before it is kept and
-everything after it is done, so `kept before + its peak ≤ limit` is the whole constraint, and the
-sum of seconds the objective.
+everything after it is done, so `kept before + its peak ≤ limit` is the whole constraint, for each
+pass with what else is around in it, and the sum of seconds the objective.
 
 Bound reached: for given menus the optimum, up to bytes rounded to 1/512 of the limit. Weaknesses:
 the rounding, and that a piece knows nothing of gradients which its neighbours' recomputation
@@ -26,7 +26,18 @@ from gradfit.planning.piece_options import Option
 SLOTS = 512
 
 Spans = Callable[[int], Sequence[int]]
-Menu = Callable[[int, int], tuple[Sequence[Option], int]]
+
+
+class Around(NamedTuple):
+    """Bytes around in a piece's time whatever is done with it: in the forward what earlier
+    operations made and Python still holds, in backward gradients.
+    """
+
+    forward: int
+    backward: int
+
+
+Menu = Callable[[int, int], tuple[Sequence[Option], Around]]
 
 
 class _Offer(NamedTuple):
@@ -80,7 +91,7 @@ class _Table:
                 self.extend(start, stop, lowest, *menu(start, stop))
 
     def extend(
-        self, start: int, stop: int, lowest: int, options: Sequence[Option], around: int
+        self, start: int, stop: int, lowest: int, options: Sequence[Option], around: Around
     ) -> None:
         """Go on from one cut to another by each of the options."""
         row = self.seconds[start]
@@ -89,11 +100,13 @@ class _Table:
         if offers:
             self.take_better(start, stop, offers, _seconds_offered(offers, row, lowest))
 
-    def offer(self, number: int, option: Option, around: int) -> _Offer:
+    def offer(self, number: int, option: Option, around: Around) -> _Offer:
         # To the nearest slot, since errors of many pieces then cancel: rounded up, a hundred pieces
         # would waste a tenth of the limit. The peak, which is not added up, is rounded up.
         shift = round(option.kept_bytes / self.slot_bytes)
-        room = int((self.limit_bytes - around - option.peak_bytes) / self.slot_bytes)
+        in_forward = around.forward + option.forward_bytes
+        in_backward = around.backward + option.backward_bytes
+        room = int((self.limit_bytes - max(in_forward, in_backward)) / self.slot_bytes)
         return _Offer(number, min(room, SLOTS - shift), shift, option.seconds)
 
     def take_better(

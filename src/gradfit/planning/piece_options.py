@@ -22,10 +22,16 @@ class Option:
 
     kept_bytes: int  # held from its forward to its backward
     seconds: float
-    peak_bytes: int  # its own worst moment, forward or backward, kept bytes included
+    forward_bytes: int  # its own worst moments in both passes, kept bytes included
+    backward_bytes: int
     actions: tuple[int, ...]
     segments: Segments | None
     replays: tuple[int, ...]  # how often each of its operations runs again
+
+    @property
+    def peak_bytes(self) -> int:
+        """The worse of the two."""
+        return max(self.forward_bytes, self.backward_bytes)
 
 
 Way = tuple[Sequence[int], Segments | None]  # what to do with each value of a piece
@@ -92,7 +98,8 @@ def evaluate(
     return Option(
         _kept_bytes(piece, actions),
         result.extra_seconds,
-        result.peak_bytes,
+        result.forward_bytes,
+        result.backward_bytes,
         tuple(actions),
         segments,
         tuple(result.replays),
@@ -146,7 +153,7 @@ def halvings(positions: Sequence[int]) -> list[list[int]]:
 
 
 def prune(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one beats in all three numbers."""
+    """Without those that another one beats in all four numbers."""
     chosen: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.peak_bytes)):
         if not any(is_no_worse(other, option) for other in chosen):
@@ -155,9 +162,10 @@ def prune(options: Sequence[Option]) -> list[Option]:
 
 
 def is_no_worse(one: Option, other: Option) -> bool:
-    """Whether an option beats another one in all three numbers, or is as good."""
+    """Whether an option beats another one in all four numbers, or is as good."""
     return (
         one.kept_bytes <= other.kept_bytes
-        and one.peak_bytes <= other.peak_bytes
+        and one.forward_bytes <= other.forward_bytes
+        and one.backward_bytes <= other.backward_bytes
         and one.seconds <= other.seconds
     )

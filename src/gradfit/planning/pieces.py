@@ -52,21 +52,22 @@ def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
     all can be kept.
     """
     operations = len(graph.op_inputs)
-    crossing, unkeepable = _what_crosses(graph)
+    crossing, unkeepable, idle = _what_crosses(graph)
     free = [position for position in range(1, operations) if not unkeepable[position]]
     minima = _near_the_least(free, crossing, distance=3)
     if len(minima) > _FEW_CUTS:  # then the best of each neighbourhood will do
         minima = _near_the_least(minima, crossing, distance=16, slack=1.5)
-    return [0, *_at_most(most, _thinned(minima, crossing), crossing), operations]
+    return [0, *_at_most(most, _thinned(minima, crossing, idle), crossing), operations]
 
 
-def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
-    """For each position the bytes that are made before it and read after it, and how many values
-    that cannot be kept (they are written over, say): no cut can go through these.
+def _what_crosses(graph: Graph) -> tuple[list[int], list[int], list[int]]:
+    """For each position the bytes that are made before it and read after it; how many values that
+    cannot be kept (they are written over, say): no cut can go through these; and of the bytes those
+    that backward does not ask for, which are kept for the cut's sake alone.
     """
     operations = len(graph.op_inputs)
     last = last_readers(graph)
-    crossing, unkeepable = [0] * (operations + 1), [0] * (operations + 1)
+    crossing, unkeepable, idle = ([0] * (operations + 1) for _ in range(3))
     # Where each value begins and ends to cross; added up, that is what crosses at each position.
     for value, op in enumerate(graph.producer):
         if 0 <= op < last[value]:
@@ -75,7 +76,10 @@ def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
             crossing[beyond] -= graph.held_bytes[value]
             unkeepable[first] += graph.unkeepable[value]
             unkeepable[beyond] -= graph.unkeepable[value]
-    return list(accumulate(crossing)), list(accumulate(unkeepable))
+            if graph.last_need[value] < 0:
+                idle[first] += graph.held_bytes[value]
+                idle[beyond] -= graph.held_bytes[value]
+    return list(accumulate(crossing)), list(accumulate(unkeepable)), list(accumulate(idle))
 
 
 def _near_the_least(
@@ -91,12 +95,17 @@ def _least_near(crossing: list[int], position: int, distance: int) -> int:
     )
 
 
-def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
-    """On a plateau every third position is enough."""
+def _thinned(minima: list[int], crossing: list[int], idle: list[int]) -> list[int]:
+    """On a plateau every third position is enough; of those in between the one where most of what
+    crosses is asked for by backward, too: behind a block's last ReLU rather than before it.
+    """
     spaced = minima[:1]
     for position in minima[1:]:
-        if position - spaced[-1] >= 3 or crossing[position] < crossing[spaced[-1]]:
+        last = spaced[-1]
+        if position - last >= 3 or crossing[position] < crossing[last]:
             spaced.append(position)
+        elif crossing[position] == crossing[last] and idle[position] < idle[last]:
+            spaced[-1] = position
     return spaced
 
 
@@ -119,6 +128,7 @@ class Anatomy:
         self.survives = graph.survives
         self.nodes_of = _nodes_of_operations(graph)
         self._position = _places_among_results(graph)
+        self.lingering = _lingering(graph, self.last)
 
     def nodes(self, start: int, end: int) -> list[int]:
         return sorted({node for op in range(start, end) for node in self.nodes_of[op]})
@@ -249,6 +259,21 @@ class Anatomy:
         if self.survives[value]:
             return end - start
         return min(max(self.graph.dies[value] - start, 0), end - start - 1)
+
+
+def _lingering(graph: Graph, last: Sequence[int]) -> list[int]:
+    """By position, the bytes that no operation from there on reads and Python still holds: the
+    argument of a module that is not left yet, or the first activation for the whole forward.
+    """
+    operations = len(graph.op_inputs)
+    change = [0] * (operations + 1)
+    for value, op in enumerate(graph.producer):
+        dies = min(graph.dies[value], operations - 1)
+        stays = not (graph.survives[value] or graph.overwritten[value])
+        if stays and op >= 0 and last[value] < dies:
+            change[last[value] + 1] += graph.held_bytes[value]
+            change[dies + 1] -= graph.held_bytes[value]
+    return list(accumulate(change))
 
 
 def _places_among_results(graph: Graph) -> list[int]:

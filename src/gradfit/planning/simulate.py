@@ -95,6 +95,8 @@ class Simulation:
     other_bytes: int  # of the peak: gradients in flight, workspaces, values that only Python holds
     replays: list[int] = field(repr=False)  # how often each operation runs again
     saved_bytes: int = 0  # kept between the passes
+    forward_bytes: int = 0  # the highest moment of each pass
+    backward_bytes: int = 0
     target: int = -1  # in a sweep: the value being rebuilt, and the operation running
     operation: int = -1
 
@@ -179,8 +181,12 @@ class Simulator:
         graph = self.graph
         run = _Run(self, actions, segments, timeline)
         run.forward()
-        saved = run.kept
+        saved, forward = run.kept, (run.peak, run.where)
+        run.peak = -1
         run.backward()
+        backward_bytes = run.peak
+        if forward[0] >= backward_bytes:
+            run.peak, run.where = forward
         run.see(
             "optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0
         )
@@ -195,6 +201,8 @@ class Simulator:
             other_bytes=run.peak - graph.static_bytes - kept - rebuilt,
             replays=run.replays,
             saved_bytes=saved,
+            forward_bytes=forward[0],
+            backward_bytes=backward_bytes,
             target=target,
             operation=operation,
         )

@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from gradfit.planning.chain import best_chain
+from gradfit.planning.chain import Around, best_chain
 from gradfit.planning.local_search import anneal, drop_to_fit, fill, hold_longer, move_instead
 from gradfit.planning.menu_search import with_changed_options
 from gradfit.planning.min_cut import PricedCut
@@ -102,7 +102,7 @@ class FastSolver:
         self._mean_seconds = self._seconds_by_kind()
         # menus are many where nothing repeats
         self._hull_units = 4 if len(self._mean_seconds) <= 12 else 2
-        self._menus: dict[tuple[int, int, bool], tuple[list[Option], int]] = {}
+        self._menus: dict[tuple[int, int, bool], tuple[list[Option], Around]] = {}
         self._alike: dict[tuple[object, ...], list[Option]] = {}
         self._book: Book = {} if book is None else book
         self._networks: dict[int, PricedCut] = {}
@@ -335,19 +335,20 @@ class FastSolver:
     def _may_be_nested(self, start: int, end: int) -> bool:
         return end == start + 1 or self._cuts[end] - self._cuts[start] <= _LONGEST_NESTED
 
-    def _menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
+    def _menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], Around]:
         key = (start, stop, nested)
         if key not in self._menus:
             self._menus[key] = self._make_menu(start, stop, nested=nested)
         return self._menus[key]
 
-    def _make_menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
+    def _make_menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], Around]:
         """The menu for all pieces alike, with the seconds of this one."""
         units = self._units[start:stop]
         own = self.graph.op_seconds[self._cuts[start] : self._cuts[stop]]
         differs = np.array(own) - self._usual_seconds(units)
         alike = self._alike_options(start, stop, nested=nested)
-        return [_with_seconds_of(option, differs) for option in alike], _base(units)
+        around = Around(self._anatomy.lingering[self._cuts[start]], _base(units))
+        return [_with_seconds_of(option, differs) for option in alike], around
 
     def _alike_options(self, start: int, stop: int, *, nested: bool) -> list[Option]:
         units = self._units[start:stop]

@@ -19,7 +19,8 @@ from gradfit.arguments import (
     read_number,
 )
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.runner import LossFunction, count_rows
+from gradfit.batches.first_rows import FirstRows
+from gradfit.batches.runner import LossFunction
 from gradfit.profiling.measure import choose_tiles, measure_sizes
 from gradfit.profiling.predict import predict
 from gradfit.profiling.profile import Hardware, Profile
@@ -87,15 +88,15 @@ def profile(
             split=split,
             tile=read_flag(tile, "tile"),
         )
-    total = count_rows(sample_batch, split, "sample_batch")
-    _check_numbers(total, memory_bytes, rows, host_bandwidth)
+    first = FirstRows(sample_batch, split)
+    _check_numbers(first.total, memory_bytes, rows, host_bandwidth)
     check_model(model)
     limits = MeasuringLimits(memory_bytes, rows, host_bandwidth)
-    step = MeasuredStep(model, loss_fn, sample_batch, optimizer, split)
+    step = MeasuredStep(model, loss_fn, sample_batch, optimizer, split, first)
     whole = measure_sizes(step, limits, additivity)[0]
     if not read_flag(tile, "tile"):
         return whole
-    choices = choose_tiles(model, loss_fn, sample_batch, split, whole.min_batch)
+    choices = choose_tiles(model, loss_fn, first, whole.min_batch)
     tiled = [_measure_in_tiles(step, limits, whole.additivity, one) for one in choices.tiles]
     return dataclasses.replace(whole, tiled=tuple(tiled))
 

@@ -16,8 +16,9 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity import MOST_ROWS_IF_READ, measure_additivity
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.first_rows import FirstRows
 from gradfit.batches.passes import FewRowsPasses
-from gradfit.batches.runner import LossFunction, count_rows
+from gradfit.batches.runner import LossFunction
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.devices import counted_device
 from gradfit.profiling.assemble import Sample, assemble, same_structure, tensors_there
@@ -28,7 +29,7 @@ from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.room_for_rows import RoomForRows, WatchedPasses
 from gradfit.profiling.sampled_sizes import Cut, MeasuredStep, MeasuringLimits, SizeSampler
 from gradfit.profiling.tile_choices import TileChoices, tile_choices
-from gradfit.tree import leaves, split_batch
+from gradfit.tree import leaves
 
 
 def measure_sizes(
@@ -36,7 +37,8 @@ def measure_sizes(
 ) -> list[Profile]:
     """The profile; and that of fewer rows alone, where these were seen to do something else."""
     model, batch = step.model, step.batch
-    total = count_rows(batch, step.split, "sample_batch")
+    first = step.first_rows or FirstRows(batch, step.split)
+    step, total = step._replace(first_rows=first), first.total
     measuring_bytes = 0
     has_room = False
     watched: WatchedPasses | None = None
@@ -58,7 +60,7 @@ def measure_sizes(
                 if _may_share_passes(step, limits, total):
                     watched = WatchedPasses(model, room, room_bytes / 6)
                 additivity = additivity_within(
-                    model, step.loss_fn, batch, step.split, room, before.rewind, watched
+                    model, step.loss_fn, batch, step.split, room, before.rewind, watched, first
                 )
             measuring_bytes = live.peak_bytes
             has_room = (
@@ -163,6 +165,7 @@ def additivity_within(
     room: RoomForRows,
     rewind: Callable[[], None],
     passes: FewRowsPasses | None = None,
+    first: FirstRows | None = None,
 ) -> Additivity:
     """Whether the loss adds up, measured on as many rows as there is room for; the caller puts
     buffers and generators back, and `rewind` does so in between. Both passes run in `passes`, else
@@ -185,17 +188,18 @@ def additivity_within(
         finish=finish,
         gradient_rows=room.gradient_rows,
         passes=room if passes is None else passes,
+        first=first,
     )
 
 
 def choose_tiles(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: Cut | None, rows: int = 1
+    model: torch.nn.Module, loss_fn: LossFunction, first: FirstRows, rows: int = 1
 ) -> TileChoices:
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays
     changed.
     """
     if is_compiled(model, loss_fn):  # tiles are other forwards, which would be compiled anew
         return TileChoices()
-    part = next(iter((split or split_batch)(batch, rows)))
+    part = first.of(rows)
     with trials_end(), untouched(model), eager_functions():
         return tile_choices(model, loss_fn, part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from gradfit._torch import is_out_of_memory, raised_by_functorch
 from gradfit._torch_compile import is_compiled
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.first_rows import FirstRows
 from gradfit.batches.runner import LossFunction, run_part
 from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
@@ -31,10 +31,8 @@ from gradfit.profiling.traced_seconds import (
     rounds,
     rounds_of_alike,
 )
-from gradfit.tree import Copies, split_batch
 
 Cut = Callable[[Any, int], Iterable[Any]]
-_asks_for_gradient = operator.attrgetter("requires_grad")
 _LONG_SECONDS = 0.015  # two sizes that did the same are enough if a forward took so long
 _PLENTY_SECONDS = 1.0  # and any two if it took so long
 
@@ -62,6 +60,7 @@ class MeasuredStep(NamedTuple):
     batch: Any
     optimizer: Any
     split: Cut | None
+    first_rows: FirstRows | None = None  # where others run them, too
 
 
 class SizeSampler:
@@ -81,7 +80,8 @@ class SizeSampler:
         self.step, self.total, self.room_bytes, self.meter = step, total, room_bytes, meter
         self.has_room = has_room  # one row can be run, and there is room for several
         self.least_rows = 1  # as in `MeasuringLimits`
-        self._parts: dict[int, Copies] = {}  # by rows, where cutting makes views
+        self._first = step.first_rows or FirstRows(step.batch, step.split, total)
+        self._checked: set[int] = set()  # so many rows, a pass was seen to leave as they are
         self.known: dict[int, Trace] = {}  # by rows, what was watched before
         self.has_run_plain = False  # some rows, before
 
@@ -110,18 +110,8 @@ class SizeSampler:
         return self.timed_in_turn(self.growing())
 
     def part(self, rows: int) -> Any:
-        """So many rows of the batch, in containers that `loss_fn` may change.
-
-        Views are cut once, since a batch may hold thousands of tensors, and again if gradients were
-        asked of them.
-        """
-        if self.step.split is not None:  # which may make copies
-            return next(iter(self.step.split(self.step.batch, rows)))
-        copies = self._parts.get(rows)
-        if copies is None or any(map(_asks_for_gradient, copies.tensors)):
-            part = next(split_batch(self.step.batch, rows, self.total))
-            copies = self._parts[rows] = Copies(part)
-        return copies.another()
+        """So many rows of the batch, in containers that `loss_fn` may change."""
+        return self._first.of(rows)
 
     def large_and_small(self) -> list[Sample]:
         """The batch and half of it; and little of it, for what a pass takes whatever its size,
@@ -246,7 +236,7 @@ class SizeSampler:
         if seconds is None or turn >= rounds(seconds, sample.trace):
             return sample
         part = self.step.batch if self.total == 1 else self.part(sample.size)
-        least = min(seconds, self.time_plain(part))
+        least = min(seconds, self.time_plain(part, sample.size))
         return dataclasses.replace(sample, plain_seconds=least)
 
     def sample(self, size: int, part: Any = None, *, metered: bool = False) -> Sample:
@@ -259,13 +249,13 @@ class SizeSampler:
         elif metered:
             step, device = self.step, counted_device(self.step.model)
             with self.meter(step.model, step.optimizer, step.batch, device=device) as live:
-                trace = self.watch(part)
+                trace = self.watch(part, size)
             peak_bytes = live.peak_bytes
         else:
-            trace = self.watch(part)
+            trace = self.watch(part, size)
         plain = None
         if self.seconds_matter(size, trace, size) and plain_bytes(trace) < 0.95 * self.room_bytes:
-            plain = self.time_plain(part)
+            plain = self.time_plain(part, size)
         return Sample(size, trace, plain, peak_bytes=peak_bytes)
 
     def seconds_matter(self, size: int, trace: Trace, traced: int) -> bool:
@@ -291,31 +281,39 @@ class SizeSampler:
         trace = sample.trace
         try:
             for _ in range(min(rounds(forward_seconds(trace), trace), rounds_of_alike(trace)) - 1):
-                trace = least_seconds(trace, self.watch(self.part(sample.size)))
+                trace = least_seconds(trace, self.watch(self.part(sample.size), sample.size))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise  # else one run must do
         return trace
 
-    def watch(self, part: Any) -> Trace:
+    def watch(self, part: Any, rows: int = 0) -> Trace:
+        """Both passes of a part that has so many of the first rows; 0: of any."""
         model = self.step.model
         with watching(model, self.room_bytes / 6) as trace:
-            loss = _loss_without_functorch(self.step, part)
+            loss = _loss_without_functorch(self.step, part, is_checked=rows in self._checked)
             trace.finish_forward()
             torch.autograd.backward(loss)
             del loss
         trace.finish_backward()
         drop_gradients(model)
+        self._note_checked(rows)
         return trace
 
-    def time_plain(self, part: Any) -> float:
+    def _note_checked(self, rows: int) -> None:
+        """One pass tells of all that do the same: a batch may hold thousands of tensors."""
+        if rows:
+            self._checked.add(rows)
+
+    def time_plain(self, part: Any, rows: int = 0) -> float:
         model = self.step.model
         started = seconds_now()
-        loss = run_part(self.step.loss_fn, model, part).loss
+        loss = run_part(self.step.loss_fn, model, part, is_checked=rows in self._checked).loss
         torch.autograd.backward(loss)
         wait_for(devices_of(model.parameters()))
         seconds = seconds_now() - started
         drop_gradients(model)
+        self._note_checked(rows)
         return seconds
 
 
@@ -326,9 +324,9 @@ def _takes_long(samples: list[Sample]) -> bool:
     return is_long or seconds > _PLENTY_SECONDS
 
 
-def _loss_without_functorch(step: MeasuredStep, part: Any) -> torch.Tensor:
+def _loss_without_functorch(step: MeasuredStep, part: Any, *, is_checked: bool) -> torch.Tensor:
     try:
-        return run_part(step.loss_fn, step.model, part).loss
+        return run_part(step.loss_fn, step.model, part, is_checked=is_checked).loss
     except RuntimeError as error:
         if not raised_by_functorch(error.__traceback__):
             raise
