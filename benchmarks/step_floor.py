@@ -60,8 +60,11 @@ def floor(shape: tuple[int, int, int, int]) -> Callable[[], float]:
 
 def main(seconds: float) -> None:
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    print(f"{datetime.date.today()}, torch {torch.__version__}, {gf.native_core()}, load {load:.1f}")
+    kind = "native" if gf.native_core().used else "Python"
+    print(
+        f"{datetime.date.today()}, torch {torch.__version__}, {kind} core,"
+        f" load {os.getloadavg()[0]:.1f}"
+    )
     for shape in SHAPES:
         model, optimizer, ids, loss_fn = steps.setup(*shape)
         step = gf.fit(model, optimizer, loss_fn, ids, memory="4 GiB")
