@@ -25,7 +25,7 @@ from gradfit.planning.simulate import KEEP, Segments
 from gradfit.planning.solver import Book, Effort, FastSolver, Solution
 from gradfit.profiling.profile import Profile
 
-_MUCH_RECORDING = 0.01  # of a step: then it may be worth rebuilding other values, made earlier
+_MUCH_RECORDING = 0.02  # of a step: then it may be worth rebuilding other values, made earlier
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class MicrobatchSearch:
         `best` finds.
         """
         quick = self._best_on_grid(self._sizes(), budget_bytes, effort="price")
-        return self.best(budget_bytes) if quick is None else quick
+        if quick is None:
+            return self.best(budget_bytes)
+        return self._recorded_shorter(quick, budget_bytes)
 
     def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> SizedPlan | None:
         """The fastest step found, or None if nothing fits."""
