@@ -37,6 +37,7 @@ Cut = Callable[[Any, int], Iterable[Any]]
 _asks_for_gradient = operator.attrgetter("requires_grad")
 _LONG_SECONDS = 0.015  # two sizes that did the same are enough if a forward took so long
 _PLENTY_SECONDS = 1.0  # and any two if it took so long
+_FEW_ROWS = 4  # tell what a row more takes
 
 
 class MeasuringLimits(NamedTuple):
@@ -81,6 +82,7 @@ class SizeSampler:
         self.step, self.total, self.room_bytes, self.meter = step, total, room_bytes, meter
         self.has_room = has_room  # one row can be run, and there is room for several
         self.least_rows = 1  # as in `MeasuringLimits`
+        self.takes_few = False  # rows are enough: trials and steps tell the rest
         self._parts: dict[int, Copies] = {}  # by rows, where cutting makes views
         self.known: dict[int, Trace] = {}  # by rows, what was watched before
         self.has_run_plain = False  # some rows, before
@@ -197,7 +199,8 @@ class SizeSampler:
                 refused, size = True, 2
                 continue
             samples.append(dataclasses.replace(sample, refused_one=refused))
-            if size == self.total or self.is_enough(samples):
+            is_last = size == self.total or (self.takes_few and size >= _FEW_ROWS)
+            if is_last or self.is_enough(samples):
                 break
             size = min(self.total, self._next_size(sample))
         return self.watched_again(samples)
