@@ -73,6 +73,24 @@ def test_a_loss_that_can_be_read_is_measured_on_few_rows() -> None:
     assert seen == [1, 4, 1, 1, 5, 2, 1, 3]
 
 
+def test_a_later_plan_is_made_of_few_rows_too() -> None:
+    """What was measured of the loss is known by then: every size was run, up to the whole batch,
+    and timed five times.
+    """
+    seen: list[int] = []
+
+    def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return square(model, x)
+
+    step = fitted(loss_fn=counted)
+    seen.clear()
+    assert step(torch.rand(ROWS, 3, 32)).stepped  # of another kind: no plan serves it
+    assert len(step.known) == 2
+    assert set(seen) == {1, 2, 4, ROWS}
+    assert seen.count(ROWS) == 2  # the trial and the step
+
+
 def plain_peak() -> int:
     model, x = network(), torch.rand(ROWS, 32)
     with gf.meter(model, x) as live:

@@ -42,6 +42,7 @@ def measure_sizes(
     measuring_bytes = 0
     has_room = False
     watched: WatchedPasses | None = None
+    few_are_enough, is_first = _may_share_passes(step, limits, total), additivity is None
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model) as before:
         cost = _cost_of(step, limits.memory_bytes)
@@ -57,7 +58,7 @@ def measure_sizes(
                     limits.memory_bytes,
                     optimizer=step.optimizer,
                 )
-                if _may_share_passes(step, limits, total):
+                if few_are_enough:
                     watched = WatchedPasses(model, room, room_bytes / 6)
                 additivity = additivity_within(
                     model, step.loss_fn, batch, step.split, room, before.rewind, watched, first
@@ -69,6 +70,8 @@ def measure_sizes(
                 and _had_room(measuring_bytes, limits.memory_bytes)
             )
         sampler = SizeSampler(step, total, room_bytes, limits.meter, has_room=has_room)
+        # of a step's later plans as of its first one
+        sampler.takes_few = few_are_enough and not is_first
         sampler.least_rows = limits.least_rows or (1 if additivity.adds_up else total)
         if watched is not None and additivity.adds_up:
             sampler.known, sampler.has_run_plain = watched.traces, watched.ran_plain

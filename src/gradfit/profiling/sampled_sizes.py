@@ -35,6 +35,7 @@ from gradfit.profiling.traced_seconds import (
 Cut = Callable[[Any, int], Iterable[Any]]
 _LONG_SECONDS = 0.015  # two sizes that did the same are enough if a forward took so long
 _PLENTY_SECONDS = 1.0  # and any two if it took so long
+_FEW_ROWS = 4  # tell what a row more takes
 
 
 class MeasuringLimits(NamedTuple):
@@ -82,6 +83,7 @@ class SizeSampler:
         self.least_rows = 1  # as in `MeasuringLimits`
         self._first = step.first_rows or FirstRows(step.batch, step.split, total)
         self._checked: set[int] = set()  # so many rows, a pass was seen to leave as they are
+        self.takes_few = False  # rows are enough: trials and steps tell the rest
         self.known: dict[int, Trace] = {}  # by rows, what was watched before
         self.has_run_plain = False  # some rows, before
 
@@ -187,7 +189,8 @@ class SizeSampler:
                 refused, size = True, 2
                 continue
             samples.append(dataclasses.replace(sample, refused_one=refused))
-            if size == self.total or self.is_enough(samples):
+            is_last = size == self.total or (self.takes_few and size >= _FEW_ROWS)
+            if is_last or self.is_enough(samples):
                 break
             size = min(self.total, self._next_size(sample))
         return self.watched_again(samples)
