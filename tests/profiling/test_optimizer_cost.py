@@ -94,6 +94,19 @@ def test_large_values_of_one_size_in_the_smallest_budget() -> None:
     assert live.peak_bytes <= refused.value.min_bytes
 
 
+def test_where_a_state_is_there_already_no_second_one_is_room_for_measuring() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    with gf.meter(model, optimizer) as live:
+        before = live.current_bytes
+        optimizer_cost(optimizer, room_bytes=0)
+    assert live.peak_bytes - before <= gradients + 64 * 64 * 4
+
+
 class Timed(AllFirst):
     """Takes one second for a call and a tenth for a parameter, and a hundred more where something
     listens.

@@ -6,12 +6,14 @@ from gradfit.fitting.plan_tools import PlanTools
 from gradfit.fitting.plans_on_paper import best_plan
 from gradfit.fitting.step_to_plan import PlanRequest
 from gradfit.fitting.tested_plan import TestedPlan, not_tried
+from gradfit.fitting.trial import PastLimit
 from gradfit.planning.api import beginning_like, plan_for_fit
 
 
 def plan_like_part(tools: PlanTools, part: PlanRequest, tested: TestedPlan) -> TestedPlan | None:
-    """A plan by the operations of this micro-batch, tried out; None if none holds. One of fewer
-    rows than were planned for has a plan for such alone.
+    """A plan by the operations of this micro-batch, tried out; None if none holds, or if not even
+    measuring does: this is in the middle of training, and the budget is a step's. One of fewer rows
+    than were planned for has a plan for such alone.
 
     Args:
         tools: what plans are made with.
@@ -22,8 +24,11 @@ def plan_like_part(tools: PlanTools, part: PlanRequest, tested: TestedPlan) -> T
         BudgetInfeasible: only a smaller micro-batch could do that.
     """
     plan, rows = tested.plan, tools.rows.count(part.batch)
-    profile = tools.profiles.measure(part, rows=rows, tiles=plan.tiles)
     limit_bytes = tools.step.limit_bytes
+    try:
+        profile = tools.profiles.measure(part, rows=rows, tiles=plan.tiles, most_bytes=limit_bytes)
+    except PastLimit:
+        return None
     if rows < plan.micro_batch:
         candidates = [
             plan_for_fit(profile, memory=limit_bytes, batch_size=plan.batch_size, micro_batch=rows)

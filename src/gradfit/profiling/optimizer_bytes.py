@@ -107,10 +107,8 @@ def _cost_of_group(
 ) -> tuple[OptimizerCost, GroupBursts]:
     """What it takes as it is set, and how its temporaries are made up of its parameters'."""
     costs = _cost_of_each(probe, trained)
-    state = sum(
-        _bytes(existing.get(parameter)) or cost.state_bytes
-        for parameter, cost in zip(trained, costs, strict=True)
-    )
+    there = [_bytes(existing.get(parameter)) for parameter in trained]
+    state = sum(held or cost.state_bytes for held, cost in zip(there, costs, strict=True))
     bursts = [cost.burst_bytes for cost in costs]
     small = trained[_least_that_bursts(trained, bursts)]
     few, many = probe.step([small] * 3), probe.step([small] * 6)
@@ -124,8 +122,9 @@ def _cost_of_group(
     elif together:
         burst = sum(bursts)
     else:
-        # what the smallest step takes: in groups of one parameter if it may be divided
-        smallest = sum(map(_nbytes, trained)) + state + max(bursts)
+        # what the smallest step takes beside the state that is there: in groups of one parameter if
+        # it may be divided
+        smallest = sum(map(_nbytes, trained)) + state - sum(there) + max(bursts)
         room = max(room_bytes, smallest) if divisible else math.inf
         by_id = dict(zip(map(id, trained), costs, strict=True))
         burst = max(
