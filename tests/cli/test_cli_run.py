@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_calls import command, environment
+from warm_process import run_warm
 
 from gradfit.cli.run_command import own_arguments
 
@@ -122,7 +123,7 @@ def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_budget_that_cannot_be_held_is_exit_code_3(script: Path) -> None:
-    under = call(command("run", "--memory", "1 MiB", str(script)))
+    under = run_warm(command("run", "--memory", "1 MiB", str(script)), env=environment())
     assert under.returncode == 3
     assert "gf.fit(" in under.stderr
     assert 'train.py", line' in under.stderr  # where it was
@@ -131,7 +132,7 @@ def test_a_budget_that_cannot_be_held_is_exit_code_3(script: Path) -> None:
 @pytest.mark.parametrize("wrong", [["--memory", "lots", "s.py"], ["--memory", "1GiB", "none.py"]])
 def test_what_cannot_be_run_is_exit_code_2(wrong: list[str], script: Path) -> None:
     Path("s.py").write_text("print('never')")
-    under = call(command("run", *wrong))
+    under = run_warm(command("run", *wrong), env=environment())
     assert under.returncode == 2
     assert under.stdout == ""
     assert len(under.stderr.splitlines()) == 1
