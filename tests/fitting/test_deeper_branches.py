@@ -4,6 +4,8 @@ the budget is held in every attempt of a step, as measured from outside.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -79,6 +81,31 @@ def test_a_backward_pass_that_was_refused_is_let_go_of_before_the_next_attempt(r
     model, sample = _Deeper(layers=(4, 12)), _batch(64, -1)
     budget = _plain_peak(model, sample) + room
     assert max(_peaks(model, sample, budget, (-1, 1, -1, 1, 1))) <= budget
+
+
+def test_a_step_that_fails_in_its_backward_pass_leaves_nothing_behind() -> None:
+    def failing(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the backward pass")
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        waiting = model(x).square().mean()  # its nodes are ready to run when the later ones fail
+        y = model(x)
+        if fails:
+            y.register_hook(failing)
+        return waiting + torch.tanh(y).square().mean()
+
+    fails = False
+    model, sample = _Deeper(), _batch(64, -1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = gf.fit(model, optimizer, loss_fn, sample, memory="1 MiB")
+    step(sample)
+    fails = True
+    with gf.meter(model, optimizer, sample) as live:
+        before = live.current_bytes
+        with contextlib.suppress(ValueError):
+            step(sample)
+        gc.collect()
+        assert live.current_bytes <= before + 64
 
 
 def test_what_held_when_a_batch_left_its_plan_is_begun_with_when_it_does_so_again() -> None:

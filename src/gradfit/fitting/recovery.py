@@ -97,6 +97,7 @@ class Recovery:
                     raise  # interrupted when all was done
                 cure = self._cure(error, tested)
                 if cure is None or not shares:
+                    forget_failed_passes()
                     give_up(error)
                     raise
                 failure: BaseException = error
