@@ -57,9 +57,6 @@ def counted(self: PlanFollower, func: Any, results: list[torch.Tensor], *call: A
     return decide(self, func, results, *call)
 
 
-PlanFollower.decide = counted  # type: ignore[method-assign]
-
-
 def run(
     model: nn.Module, batch: torch.Tensor, script: Script, rest: UnrecordedRest | None
 ) -> tuple[Any, ...]:
@@ -86,6 +83,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def main() -> None:
+    PlanFollower.decide = counted  # type: ignore[method-assign]
     torch.manual_seed(0)
     model, batch = Net(), torch.randn(8, 16)
     profile = gf.profile(model, loss_fn, batch)
@@ -118,4 +116,5 @@ def main() -> None:
                 assert asked[-1] < asked[-2] / 3, asked[-2:]
 
 
-main()
+if __name__ == "__main__":
+    main()
