@@ -798,10 +798,13 @@ class SavedSlot:
     def release(self, unpack: Callable[[Any], torch.Tensor]) -> None:
         """Give the tensor's memory back; `unpack` is what a later backward pass will call in its
         place.
+
+        A leaf that was written to since, and is none any more, stays: torch refuses (2.13,
+        `SavedVariable::save_metadata`), and a backward pass would be refused, too.
         """
         if isinstance(self._raw.data, torch.Tensor) and self._raw.unpack_hook is None:
             # under one, a saved Python number is not a tensor and torch loses its way
-            with _disable_current_modes():
+            with _disable_current_modes(), contextlib.suppress(RuntimeError):
                 self._raw.register_hooks(lambda tensor: None, unpack)
 
 

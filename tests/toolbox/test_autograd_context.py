@@ -388,6 +388,20 @@ def test_a_deep_graph_does_not_overflow_the_stack() -> None:
     assert len(gf.AutogradContext.graph(y.sum())) == 5001
 
 
+def test_clear_leaves_a_leaf_that_was_written_to_and_goes_on() -> None:
+    """torch does not let go of it: it raised its own error, and the rest was not freed."""
+    w, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    kept = torch.exp(x * 2).sum()
+    written = (w * w).sum()
+    w.requires_grad_(False)
+    w.mul_(x)
+    gf.AutogradContext.clear()
+    with pytest.raises(gf.GraphError, match="cannot run backward"):
+        kept.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        written.backward()
+
+
 def test_clear_inside_its_block_is_refused_and_clears_nothing() -> None:
     w = torch.ones(3, requires_grad=True)
     with gf.AutogradContext() as context:
