@@ -131,3 +131,37 @@ def test_a_gradient_that_the_trial_did_not_have_is_no_room_for_activations() -> 
     model, sample = _Deeper(layers=(1, 1), functions=(8, 60), late=True), _batch(16, -1)
     budget = _plain_peak(model, sample) + (1 << 15) + 8 * sample.nbytes
     assert max(_peaks(model, sample, budget, (-1, 1, 1))) <= budget
+
+
+class _ByTurns(nn.Module):
+    """Once it is told to, each second forward is deeper, whatever the numbers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self.is_told, self.calls = False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.is_told
+        for _ in range(4 if self.calls % 2 or not self.calls else 12):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Some micro-batches follow no plan")
+@pytest.mark.parametrize("room", [0, 20480], ids=["rebuilt", "kept"])
+def test_what_a_later_micro_batch_saves_is_looked_at_too(room: int) -> None:
+    """It was of a step's first one alone, where the data decide nothing: each step passed."""
+    torch.manual_seed(0)
+    model, sample = _ByTurns(), _batch(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    budget = _plain_peak(model, sample[:32]) + sample.nbytes + room
+    step = gf.fit(model, optimizer, _loss, sample, memory=budget, micro_batch=32)
+    assert step.plan.keeps_everything is bool(room)
+    model.is_told = True
+    peaks = []
+    for _ in range(5):
+        with gf.meter(model, optimizer, sample) as live:
+            assert step(sample).micro_batches == 2
+        peaks.append(live.peak_bytes)
+    assert max(peaks[2:]) <= budget  # in the first two, what is done by turns is measured, too

@@ -20,8 +20,6 @@ class Planned(Mode):
 
     Args:
         tested: the plan.
-        first: this is a step's first micro-batch, in which it is looked whether the forward is
-            still the plan's.
         inside: what else the forward runs in, of a trial.
     """
 
@@ -29,10 +27,9 @@ class Planned(Mode):
         self,
         tested: TestedPlan,
         *,
-        first: bool = True,
         inside: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
-        self._tested, self._first, self._inside = tested, first, inside
+        self._tested, self._inside = tested, inside
         self.followed: Any = None
         """What the forward ran in, once it has."""
 
@@ -40,7 +37,7 @@ class Planned(Mode):
         return self._tested.tiled(loss_fn)
 
     def around_forward(self) -> contextlib.AbstractContextManager[object]:
-        self.followed = self._tested.following(first=self._first)
+        self.followed = self._tested.following()
         if self._inside is None:
             return self.followed  # type: ignore[no-any-return]
         return self._both(self._inside)

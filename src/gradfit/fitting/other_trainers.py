@@ -127,7 +127,7 @@ class Passes:
             )
             for part in parts:
                 weighed = partial(_weigh, weights, part.position, backward)
-                self._recovery.run(tested, part, batch, weighed, first=not part.position)
+                self._recovery.run(tested, part, batch, weighed)
 
         def take_back() -> bool:
             before.restore()

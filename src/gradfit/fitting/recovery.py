@@ -144,8 +144,6 @@ class Recovery:
         part: Part,
         batch: Any,
         backward: Callable[[PartLoss], object],
-        *,
-        first: bool,
     ) -> None:
         """Both passes of one part.
 
@@ -154,15 +152,14 @@ class Recovery:
             part: which part.
             batch: all of it, which is there, too.
             backward: gets the part's loss.
-            first: the part is the first that is run of its batch.
         """
-        mode = self._mode(tested, part, batch, first=first)
+        mode = self._mode(tested, part, batch)
         self._plans.step.runner.run(part, mode, backward)
 
-    def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
+    def _mode(self, tested: TestedPlan, part: Part, batch: Any) -> Mode:
         reason = self._sequences.runs_online(part.content)
         if tested.steady and not reason:
-            return _ByOneOf(self._sequences, tested, part, first=first)
+            return _ByOneOf(self._sequences, tested, part)
         self.online = reason or tested.plan.online
         step = self._plans.step
         resident = (step.model, step.optimizer, batch)
@@ -202,19 +199,16 @@ class _ByOneOf(Mode):
         plans: all of them.
         tested: the plan of its batch.
         part: which part.
-        first: as for `Planned`.
     """
 
-    def __init__(self, plans: Sequences, tested: TestedPlan, part: Part, *, first: bool) -> None:
-        self._plans, self._tested, self._part, self._first = plans, tested, part, first
+    def __init__(self, plans: Sequences, tested: TestedPlan, part: Part) -> None:
+        self._plans, self._tested, self._part = plans, tested, part
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:
         return self._tested.tiled(loss_fn)
 
     def around_forward(self) -> contextlib.AbstractContextManager[object]:
-        return self._plans.following(
-            self._tested, self._part.content, self._part.position, first=self._first
-        )
+        return self._plans.following(self._tested, self._part.content, self._part.position)
 
 
 def _forget(failure: BaseException, *, is_short: bool) -> None:

@@ -76,7 +76,7 @@ class Sequences:
         return self._now or (self.online.get(part_shape(part), "") if self.online else "")
 
     def following(
-        self, tested: TestedPlan, part: Any, position: int, *, first: bool
+        self, tested: TestedPlan, part: Any, position: int
     ) -> AbstractContextManager[object]:
         """Around a forward: the plan that is most likely its own, and the others to go on with."""
         tried = self._tried.get(position)
@@ -87,7 +87,7 @@ class Sequences:
             plans = self._plans(tested)
             if tried:
                 plans = [plan for plan in plans if plan not in tried] or plans[:1]
-        return _ForwardByPlans(self, tested, plans, part, position, first=first)
+        return _ForwardByPlans(self, tested, plans, part, position)
 
     def end_forward(
         self, forward: _ForwardByPlans, error: BaseException | None, followed: TestedPlan
@@ -193,12 +193,10 @@ class _ForwardByPlans:
         plans: list[TestedPlan],
         part: Any,
         position: int,
-        *,
-        first: bool,
     ) -> None:
         self._sequences, self.tested, self.plans = sequences, tested, plans
         self.part, self.position = part, position
-        self._around, self._policy = _around_forward(plans, first=first)
+        self._around, self._policy = _around_forward(plans)
 
     @property
     def saved_bytes(self) -> int:
@@ -231,20 +229,20 @@ class _IdentityList(list[TestedPlan]):
         return any(plan is one for one in self)
 
 
-def _around_forward(plans: list[TestedPlan], *, first: bool) -> tuple[Any, Any]:
+def _around_forward(plans: list[TestedPlan]) -> tuple[Any, Any]:
     """What a forward runs in that begins with the first of these plans and may go over to the
     others; and what then says which one it has followed.
     """
     lead = plans[0]
     if len(plans) == 1:
-        return lead.following(first=first), None
+        return lead.following(), None
     if lead.plan.keeps_everything:
         # Of those whose limit is known: what has none is watched by itself, in its first step.
         known = (one for one in plans[1:] if one.saved_bytes is not None)
         limits = [plan.saved_limit for plan in known if plan.plan.keeps_everything]
         return Unrecorded(max(lead.saved_limit, *limits, 0)), None
     others = [(plan.script, plan.tail) for plan in plans[1:]]
-    return recording(lead.script, lead.tail, watched=first, others=others)
+    return recording(lead.script, lead.tail, others=others)
 
 
 def _is_another_sequence(other: TestedPlan, tested: TestedPlan) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -96,19 +95,16 @@ class TestedPlan:
         """`loss_fn` in the plan's tiles, if it has any."""
         return with_tiles(loss_fn, self.plan.tiles)
 
-    def following(self, *, first: bool = True) -> Any:
+    def following(self) -> Any:
         """What a forward runs in, to follow the plan; `Diverged` if it does not.
 
-        Nothing need be recorded where all is kept, or after the last that is not; and where the
-        data decide nothing, what autograd saves of that is looked at in the `first` micro-batch of
-        a step only: a model that does another thing in each call, by Python's own randomness, is
-        noticed late.
+        Nothing need be recorded where all is kept, or after the last that is not; but what autograd
+        saves of that is added up in every micro-batch: a model may do another thing in each call,
+        by Python's own randomness.
         """
         if not self.plan.keeps_everything:
-            return recording(self.script, self.tail, watched=first)[0]
-        if self.reads_data or first:
-            return Unrecorded(self.saved_limit)
-        return contextlib.nullcontext()
+            return recording(self.script, self.tail)[0]
+        return Unrecorded(self.saved_limit)
 
 
 def not_tried(plan: Plan, profile: Profile, shape: Shape) -> TestedPlan:

@@ -85,11 +85,10 @@ def _pass_seconds(step: StepToPlan, tested: TestedPlan, part: Any) -> float:
     """Of a pass as most of its step are: if it has several, not the first one, into gradients that
     are there.
     """
-    alone = tested.plan.steps == 1
-    if alone:
+    if tested.plan.steps == 1:
         drop_gradients(step.model)
     started = seconds_now()
-    loss = step.runner.forward(Part(0, 0, part), Planned(tested, first=alone)).loss
+    loss = step.runner.forward(Part(0, 0, part), Planned(tested)).loss
     torch.autograd.backward(loss)
     wait_for(step.devices)
     return seconds_now() - started

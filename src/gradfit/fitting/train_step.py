@@ -573,7 +573,7 @@ class TrainStep(NotCopied):
             if call.after is not None and place > first:
                 self._pause(call.after, place, tested.plan.micro_batch, totals)
             backward = partial(weighed.backward, position=place)
-            self._recovery.run(tested, part, call.batch, backward, first=place == first)
+            self._recovery.run(tested, part, call.batch, backward)
         return totals, weighed
 
     def _weights_of(self, rows: int, shares: Sequence[PartShare] | None) -> BatchWeights:

@@ -497,7 +497,7 @@ class PlannedForward:
 
 
 def _too_much(saved_bytes: int, limit_bytes: float) -> str:
-    return f"autograd saves {saved_bytes} bytes, {limit_bytes} were measured"
+    return f"autograd saves {saved_bytes} bytes, {round(limit_bytes)} were measured to fit"
 
 
 _COUNTER = struct.Struct("qd")  # bytes that autograd has saved, and how many it may save
