@@ -189,10 +189,14 @@ class AtLine:
         self._line, self.lines = line, 0
 
     def _trace(self, frame: Any, event: str, arg: Any) -> Any:
-        # Python looks for signals at calls and jumps, never as an `except` ends. An error that a
-        # tracer raises there leaves the handled one in `sys.exc_info()` for good, and with it every
-        # tensor of its frames.
-        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["POP_EXCEPT"] or _leaves_with(frame):
+        # Python looks for signals at calls and jumps, never as a function returns, where a result
+        # that is on its way would be lost, nor as an `except` ends. An error that a tracer raises
+        # there leaves the handled one in `sys.exc_info()` for good, and with it every tensor of its
+        # frames.
+        code = frame.f_code.co_code
+        if event == "return" or code[frame.f_lasti] == dis.opmap["POP_EXCEPT"]:
+            return self._trace
+        if _leaves_with(frame):
             return self._trace
         self.lines += 1
         if self.lines == self._line:

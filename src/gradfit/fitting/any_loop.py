@@ -484,8 +484,12 @@ def auto_checkpoint(model: torch.nn.Module, memory: int | float | str) -> Memory
     read_instance(model, "model", torch.nn.Module, "the torch.nn.Module that is trained")
     limit_bytes, device = read_budget_of_all(memory, model)
     handle = MemoryBudget(limit_bytes, model, device)
-    handle.start()
-    return handle
+    try:
+        handle.start()
+        return handle
+    except BaseException:  # it has begun, and nobody would know of a budget to remove
+        handle.remove()
+        raise
 
 
 def budget(memory: int | float | str) -> MemoryBudget:
