@@ -381,4 +381,5 @@ def test_ctrl_c_while_an_automatic_manager_is_made_leaves_no_hook_that_fails() -
         MODEL(torch.ones(2, 2))
         if moment.lines < line:
             break
+    gc.collect()  # managers that are not at work warn of backward passes as long as they are there
     assert line > 5

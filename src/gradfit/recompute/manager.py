@@ -61,13 +61,13 @@ class CheckpointManager:
         memory_threshold: float = 0.8,
     ) -> None:
         self._entered = self._was_entered = False
-        self.max_memory_mb = max_memory_mb
-        self.memory_threshold = memory_threshold
-        self.auto_checkpoint = auto_checkpoint
         self._scopes: list[CheckpointScope] = []
         self._nodes: list[CheckpointNode] = []
         self._online: Any = None
         self._hook: Any = None
+        self.max_memory_mb = max_memory_mb
+        self.memory_threshold = memory_threshold
+        self.auto_checkpoint = auto_checkpoint
 
     def __repr__(self) -> str:
         limit = (
