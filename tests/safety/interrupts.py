@@ -185,18 +185,17 @@ class AtLine:
     as a long one.
     """
 
-    def __init__(self, line: float) -> None:
-        self._line, self.lines = line, 0
+    def __init__(self, line: float, *, at_returns: bool = True) -> None:
+        self._line, self._at_returns, self.lines = line, at_returns, 0
 
     def _trace(self, frame: Any, event: str, arg: Any) -> Any:
-        # Python looks for signals at calls and jumps, never as a function returns, where a result
-        # that is on its way would be lost, nor as an `except` ends. An error that a tracer raises
-        # there leaves the handled one in `sys.exc_info()` for good, and with it every tensor of its
-        # frames.
+        # Python looks for signals at calls and jumps, never as an `except` ends. An error that a
+        # tracer raises there leaves the handled one in `sys.exc_info()` for good, and with it every
+        # tensor of its frames. Nor as a function returns: a tracer loses the result there.
         code = frame.f_code.co_code
-        if event == "return" or code[frame.f_lasti] == dis.opmap["POP_EXCEPT"]:
+        if event == "return" and not self._at_returns:
             return self._trace
-        if _leaves_with(frame):
+        if code[frame.f_lasti] == dis.opmap["POP_EXCEPT"] or _leaves_with(frame):
             return self._trace
         self.lines += 1
         if self.lines == self._line:
